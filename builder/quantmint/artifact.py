@@ -104,8 +104,16 @@ class Tree(Document):
 
     @classmethod
     def of(cls, artifacts: Iterable[Artifact]) -> Tree:
-        """A tree of `artifacts` in any order."""
-        return cls(artifacts=tuple(sorted(artifacts, key=lambda artifact: artifact.path)))
+        """A tree of `artifacts` in any order.
+
+        Raises:
+            ReleaseError: ILLEGAL_PATH when two paths are one on a case-insensitive file system.
+        """
+        ordered = tuple(sorted(artifacts, key=lambda artifact: artifact.path))
+        clash = collision(artifact.path for artifact in ordered)
+        if clash is not None:
+            raise ReleaseError("ILLEGAL_PATH", f"paths collide: {clash[0]} and {clash[1]}", file=clash[1])
+        return cls(artifacts=ordered)
 
     @property
     def digest(self) -> str:

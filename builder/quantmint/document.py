@@ -47,14 +47,14 @@ D = TypeVar("D", bound=BaseModel)
 
 def canonical(value: Json) -> bytes:
     """RFC 8785 (JSON Canonicalization Scheme) bytes of `value`; integers beyond 2^53-1 and non-finite are refused."""
-    return rfc8785.dumps(value)  # type: ignore[arg-type]
+    return rfc8785.dumps(value)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ReleaseError("DUPLICATE_KEY", f"the key {twice[:80]!r} stands twice in one object")
     return found
 

@@ -120,6 +120,14 @@ CODES: dict[str, Code] = {
     "LOCK_MISSING": Code(
         Exit.ENVIRONMENT, "An image has no hash-locked requirements file.", "Run `quantmint images lock`."
     ),
+    "INTERPRETER_MISSING": Code(
+        Exit.ENVIRONMENT,
+        "This machine lacks the Python version that the images have.",
+        "Install that Python, or use a Docker engine and --runner container.",
+    ),
+    "ENVIRONMENT_BROKEN": Code(
+        Exit.ENVIRONMENT, "A virtual environment could not be made.", "Read the message; then run again: it is made anew."
+    ),
     "WHEELS_UNAVAILABLE": Code(
         Exit.REMOTE, "Hash-locked wheels could not be fetched.", "Check the network and the package index, then run again."
     ),
@@ -178,6 +186,11 @@ CODES: dict[str, Code] = {
     "SIGNATURE_INVALID": Code(
         Exit.INTEGRITY, "The signature does not fit the statement and the key.", "Check that the key is the publisher's."
     ),
+    "SEAL_REFUSED": Code(
+        Exit.INTEGRITY,
+        "The package is not fit to be sealed, or contradicts what its release statement would claim.",
+        "Read the message; nothing was signed. Assemble the package again from its stages.",
+    ),
     "PACKAGE_MISSING": Code(Exit.USER_INPUT, "There is no package at that path.", "Check the path."),
     "VERIFICATION_FAILED": Code(
         Exit.INTEGRITY,
@@ -218,7 +231,7 @@ class ReleaseError(Exception):
 
     def as_json(self) -> dict[str, str | int]:
         """The error as one flat JSON object; absent fields are left out."""
-        fields = {
+        fields: dict[str, str | int | None] = {
             "code": self.code,
             "exit_code": int(self.exit_code),
             "message": self.message,

@@ -16,17 +16,19 @@ from quantmint.artifact import Digest, RelPath, digest_of
 from quantmint.document import Document, canonical
 from quantmint.evidence import Scalar
 
-CONTRACT = 1
+CONTRACT: Literal[1] = 1
 """Version of the job contract; part of every stage key."""
 
 HANDLERS: dict[str, tuple[str, int]] = {
+    "fetch": ("host", 1),
     "fetch": ("host", 1),
     "quantize/modelopt": ("quantmint.quantize.modelopt", 1),
     "check/checkpoint": ("quantmint.gates.checkpoint", 1),
     "gates/load": ("quantmint.gates.load", 1),
     "gates/api": ("quantmint.gates.api", 1),
+    "selftest": ("quantmint.gates.selftest", 1),
 }
-"""Handler id → (module with a `run` function, VERSION). Raise VERSION whenever outcomes may change."""
+"""Handler id → (module with a `run` function, VERSION). Raise VERSION whenever outcomes may change. `host`: no job."""
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9._-]{0,63}$")]
 
@@ -66,9 +68,14 @@ class Hints(Document):
 
 
 class InputRef(Document):
-    """Where an input comes from: `pinned` (digest known in the plan) or the output of an earlier stage."""
+    """Where an input comes from: pinned (`digest` known in the plan) or the output of an earlier stage.
+
+    A `tree` input is a folder `in/<name>/` and its digest a `Tree.digest`; a `file` input is the file `in/<name>`
+    itself and its digest that of its bytes. Wheels are trees of one file, so that they keep their names.
+    """
 
     name: Name
+    kind: Literal["file", "tree"] = "tree"
     stage: Name | None = None
     output: Name | None = None
     digest: Digest | None = None

@@ -1,0 +1,257 @@
+"""The container runner: jobs in digest-pinned images of a real Docker engine, sealed off from everything else.
+
+The only importer of docker. Network off, root read-only, non-root, no capabilities, explicit memory, own deadline;
+containers are removed whatever happens, and those of killed builders are found by label. No host value enters one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+import docker.types
+import requests.exceptions
+
+from quantmint.artifact import digest_of
+from quantmint.errors import ReleaseError
+from quantmint.process import parse_event, started_at
+from quantmint.runner import ENVIRONMENT, Ended, OnEvent, RunnerKind, wheels
+from quantmint.stage import Hints
+
+LABEL = "dev.quantmint.job"
+WORKDIR = "/job"
+UNPRIVILEGED = 65532
+TMPFS_BYTES = 2 * 1024**3
+SHM_BYTES = 1024**3
+
+
+@contextlib.contextmanager
+def engine_errors(doing: str) -> Iterator[None]:
+    """The one table from docker's and requests' exceptions to ours."""
+    try:
+        yield
+    except docker.errors.ImageNotFound as error:
+        raise ReleaseError("IMAGE_ABSENT", f"{doing}: {error.explanation or error}") from error
+    except docker.errors.APIError as error:
+        if "no space left on device" in str(error):
+            raise ReleaseError("DISK_FULL", f"{doing}: the engine's disk is full") from error
+        raise ReleaseError("ENGINE_ERROR", f"{doing}: {error.explanation or error}") from error
+    except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+        raise ReleaseError("ENGINE_UNREACHABLE", f"{doing}: {type(error).__name__}: {error}"[:500]) from error
+
+
+def connect(timeout: int = 60) -> docker.DockerClient:
+    """A client of the engine that DOCKER_HOST names, or of the local one, known to answer.
+
+    Raises:
+        ReleaseError: ENGINE_UNREACHABLE.
+    """
+    with engine_errors("connecting to the Docker engine"):
+        client = docker.from_env(version="auto", timeout=timeout)
+        client.ping()
+    return client
+
+
+def answers() -> bool:
+    """Whether a Docker engine answers within two seconds."""
+    try:
+        connect(timeout=2).close()
+    except ReleaseError:
+        return False
+    return True
+
+
+def engine_platform(client: docker.DockerClient) -> str:
+    """`linux/amd64` or `linux/arm64` as the engine reports itself."""
+    with engine_errors("asking the engine's platform"):
+        version = client.version()
+    return f"{version['Os']}/{version['Arch']}"
+
+
+def _owner() -> str:
+    """This builder: boot, pid namespace, pid and start time; tells a living owner from a dead one after any kill."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+    namespace = os.readlink("/proc/self/ns/pid")
+    return f"{boot}|{namespace}|{os.getpid()}|{started_at(os.getpid())}"
+
+
+def _abandoned(owner: str) -> bool:
+    boot, _, rest = owner.partition("|")
+    namespace, _, rest = rest.partition("|")
+    pid, _, started = rest.partition("|")
+    here = _owner().split("|")
+    if boot != here[0]:
+        return True
+    return namespace == here[1] and pid.isdigit() and started_at(int(pid)) != started
+
+
+class ContainerRunner:
+    """Runs jobs in containers. `references` maps image names to `repo@sha256:…` or `sha256:…` (a local image)."""
+
+    kind: RunnerKind = "container"
+
+    def __init__(self, client: docker.DockerClient, references: Mapping[str, str], state: Path) -> None:
+        self._client = client
+        self._references = references
+        self._platform = engine_platform(client)
+        self._scope = digest_of(str(state).encode())[7:23]
+        self._ready: set[str] = set()
+
+    def identity(self, image: str) -> str:
+        """The digest of the image's reference; pulls the image when the engine lacks it."""
+        reference = self._reference(image)
+        if image not in self._ready:
+            self._ensure(image, reference)
+            self._ready.add(image)
+        return "sha256:" + reference.rpartition("sha256:")[2]
+
+    def describe(self, image: str) -> str:
+        """The reference of `image`: `repository@sha256:…`, or the ID of an image of this engine."""
+        return self._reference(image)
+
+    def _reference(self, image: str) -> str:
+        if image not in self._references:
+            raise ReleaseError("IMAGE_UNPINNED", f"no digest is pinned for image {image} on {self._platform}")
+        return self._references[image]
+
+    def _ensure(self, image: str, reference: str) -> None:
+        try:
+            with engine_errors(f"looking for image {image}"):
+                found = self._client.images.get(reference)
+        except ReleaseError as error:
+            if error.code != "IMAGE_ABSENT":
+                raise
+            if "@" not in reference:
+                raise ReleaseError(
+                    "IMAGE_ABSENT", f"image {image} is not in the engine", expected=reference, actual="absent"
+                ) from None
+            found = self._pull(image, reference)
+        architecture = f"{found.attrs['Os']}/{found.attrs['Architecture']}"
+        if architecture != self._platform:
+            raise ReleaseError(
+                "IMAGE_PLATFORM",
+                f"image {image} is of another platform",
+                file=reference,
+                expected=self._platform,
+                actual=architecture,
+            )
+        if "@" in reference and reference not in (found.attrs.get("RepoDigests") or []):
+            raise ReleaseError("IMAGE_ABSENT", f"the engine has image {image} under another digest", expected=reference)
+
+    def _pull(self, image: str, reference: str) -> Any:
+        repository, _, digest = reference.partition("@")
+        with engine_errors(f"pulling image {image}"):
+            for line in self._client.api.pull(repository, tag=digest, stream=True, decode=True):
+                if "error" in line:
+                    raise ReleaseError(
+                        "IMAGE_ABSENT", f"pulling image {image}: {line['error']}", expected=reference, actual="absent"
+                    )
+            return self._client.images.get(reference)
+
+    def run(self, folder: Path, image: str, hints: Hints, log: Path, on_event: OnEvent) -> Ended:
+        """See `Runner.run`."""
+        self.identity(image)
+        user = _prepare_owner(folder)
+        with engine_errors(f"starting a container of {image}"):
+            container = self._client.containers.create(
+                self._reference(image),
+                command=["python3", "-m", "quantmint.worker", WORKDIR],
+                entrypoint=[],
+                environment={**ENVIRONMENT, "HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONPATH": self._pythonpath(folder, image)},  # noqa: S108
+                working_dir=WORKDIR,
+                user=f"{user[0]}:{user[1]}",
+                network_mode="none",
+                read_only=True,
+                cap_drop=["ALL"],
+                security_opt=["no-new-privileges"],
+                mem_limit=hints.memory,
+                memswap_limit=hints.memory,
+                pids_limit=4096,
+                shm_size=SHM_BYTES,
+                tmpfs={"/tmp": f"rw,exec,nosuid,nodev,size={TMPFS_BYTES},mode=1777"},  # noqa: S108
+                mounts=[
+                    docker.types.Mount(f"{WORKDIR}/{name}", str(folder / name), type="bind", read_only=read_only)
+                    for name, read_only in (("job.json", True), ("in", True), ("out", False), ("scratch", False))
+                ],
+                labels={LABEL: self._scope, f"{LABEL}.owner": _owner()},
+            )
+        try:
+            with engine_errors(f"running a container of {image}"):
+                return self._follow(container, hints, log, on_event)
+        finally:
+            self._remove(container)
+
+    def _pythonpath(self, folder: Path, image: str) -> str:
+        with engine_errors(f"inspecting image {image}"):
+            found = self._client.images.get(self._reference(image))
+        baked = dict(row.split("=", 1) for row in found.attrs["Config"].get("Env") or []).get("PYTHONPATH", "")
+        ours = [f"{WORKDIR}/{name}" for name in wheels(folder)]
+        return ":".join([*ours, *([baked] if baked else [])])
+
+    def _follow(self, container: Any, hints: Hints, log: Path, on_event: OnEvent) -> Ended:
+        stream = container.attach(stdout=True, stderr=True, stream=True, logs=True, demux=True)
+        reader = threading.Thread(target=_drain, args=(stream, log, on_event), daemon=True)
+        container.start()
+        reader.start()
+        deadline = time.monotonic() + hints.deadline
+        while True:
+            container.reload()
+            state = container.attrs["State"]
+            if state["Status"] not in ("created", "running"):
+                break
+            if time.monotonic() > deadline:
+                container.kill()
+                reader.join(5)
+                return Ended(137, "deadline")
+            time.sleep(0.15)
+        reader.join(5)
+        if state.get("OOMKilled"):
+            return Ended(int(state["ExitCode"]), "memory")
+        return Ended(int(state["ExitCode"]))
+
+    def _remove(self, container: Any) -> None:
+        with contextlib.suppress(docker.errors.DockerException, requests.exceptions.RequestException):
+            container.remove(force=True)
+
+    def sweep(self) -> int:
+        """Remove this store's containers whose builder is gone."""
+        removed = 0
+        with engine_errors("looking for abandoned containers"):
+            for container in self._client.containers.list(all=True, filters={"label": f"{LABEL}={self._scope}"}):
+                if _abandoned(container.labels.get(f"{LABEL}.owner", "")):
+                    self._remove(container)
+                    removed += 1
+        return removed
+
+
+def _prepare_owner(folder: Path) -> tuple[int, int]:
+    """User and group of the container: this user, or an unprivileged one to whom root gives the job's two folders."""
+    if os.geteuid() != 0:
+        return os.geteuid(), os.getegid()
+    for name in ("out", "scratch"):
+        root = folder / name
+        for path in (root, *root.rglob("*")):
+            os.chown(path, UNPRIVILEGED, UNPRIVILEGED, follow_symlinks=False)
+    return UNPRIVILEGED, UNPRIVILEGED
+
+
+def _drain(stream: Iterator[tuple[bytes | None, bytes | None]], log: Path, on_event: OnEvent) -> None:
+    pending = b""
+    with log.open("ab") as sink, contextlib.suppress(requests.exceptions.RequestException, OSError, ValueError):
+        for out, err in stream:
+            if err:
+                sink.write(err)
+                sink.flush()
+            if out:
+                *lines, pending = (pending + out).split(b"\n")
+                for line in lines:
+                    event = parse_event(line.decode("utf-8", "replace"))
+                    if event is not None:
+                        on_event(event)

@@ -1,0 +1,1 @@
+"""In-image measurers: each module runs as one job and measures; it never judges."""
