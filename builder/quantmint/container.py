@@ -196,25 +196,23 @@ class ContainerRunner:
         return ":".join([*ours, *([baked] if baked else [])])
 
     def _follow(self, container: Any, hints: Hints, log: Path, on_event: OnEvent) -> Ended:
-        stream = container.attach(stdout=True, stderr=True, stream=True, logs=True, demux=True)
-        reader = threading.Thread(target=_drain, args=(stream, log, on_event), daemon=True)
         container.start()
-        reader.start()
-        deadline = time.monotonic() + hints.deadline
-        while True:
-            container.reload()
-            state = container.attrs["State"]
-            if state["Status"] not in ("created", "running"):
-                break
-            if time.monotonic() > deadline:
-                container.kill()
-                reader.join(5)
-                return Ended(137, "deadline")
-            time.sleep(0.15)
-        reader.join(5)
-        if state.get("OOMKilled"):
-            return Ended(int(state["ExitCode"]), "memory")
-        return Ended(int(state["ExitCode"]))
+        with _streams(container, log, on_event):
+            deadline = time.monotonic() + hints.deadline
+            try:
+                while True:
+                    container.reload()
+                    state = container.attrs["State"]
+                    if state["Status"] not in ("created", "running"):
+                        break
+                    if time.monotonic() > deadline:
+                        container.kill()
+                        return Ended(137, "deadline")
+                    time.sleep(0.15)
+            except BaseException:
+                self._remove(container)  # before its streams are waited for, or they would not end
+                raise
+        return Ended(int(state["ExitCode"]), "memory" if state.get("OOMKilled") else "exited")
 
     def _remove(self, container: Any) -> None:
         with contextlib.suppress(docker.errors.DockerException, requests.exceptions.RequestException):
@@ -242,16 +240,43 @@ def _prepare_owner(folder: Path) -> tuple[int, int]:
     return UNPRIVILEGED, UNPRIVILEGED
 
 
-def _drain(stream: Iterator[tuple[bytes | None, bytes | None]], log: Path, on_event: OnEvent) -> None:
-    pending = b""
+@contextlib.contextmanager
+def _streams(container: Any, log: Path, on_event: OnEvent) -> Iterator[None]:
+    """Read a started container's stdout as events and its stderr into `log`, to their ends.
+
+    The end of a stream says nothing about the job: an engine that dies ends it cleanly.
+    """
+    sources = [container.logs(stdout=out, stderr=not out, stream=True, follow=True) for out in (True, False)]
+    readers = [
+        threading.Thread(target=_read_events, args=(sources[0], on_event), daemon=True),
+        threading.Thread(target=_read_log, args=(sources[1], log), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        yield
+    finally:
+        for reader, source in zip(readers, sources, strict=True):
+            reader.join(5)
+            if reader.is_alive():
+                continue
+            with contextlib.suppress(OSError):
+                source._response.close()  # noqa: SLF001  the stream's own close() leaves the response open
+
+
+def _read_log(source: Iterator[bytes], log: Path) -> None:
     with log.open("ab") as sink, contextlib.suppress(requests.exceptions.RequestException, OSError, ValueError):
-        for out, err in stream:
-            if err:
-                sink.write(err)
-                sink.flush()
-            if out:
-                *lines, pending = (pending + out).split(b"\n")
-                for line in lines:
-                    event = parse_event(line.decode("utf-8", "replace"))
-                    if event is not None:
-                        on_event(event)
+        for chunk in source:
+            sink.write(chunk)
+            sink.flush()
+
+
+def _read_events(source: Iterator[bytes], on_event: OnEvent) -> None:
+    pending = b""
+    with contextlib.suppress(requests.exceptions.RequestException, OSError, ValueError):
+        for chunk in source:
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                event = parse_event(line.decode("utf-8", "replace"))
+                if event is not None:
+                    on_event(event)

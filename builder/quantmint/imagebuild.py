@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 from quantmint import wheelhouse
 from quantmint.artifact import digest_of
@@ -216,39 +216,41 @@ def listing(*, root: Path, pins: Pins) -> tuple[Listed, ...]:
     return tuple(rows)
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to build. `environment` is that of the docker command (PATH, HOME, DOCKER_HOST).
-
-    Bases are tags or `repository@sha256:…`; None takes those of the pins. With `registry` (`host:port[/path]`) images
-    are pushed there and pinned as `registry/quantmint/NAME@sha256:…`; without, as IDs of images of this engine.
-    """
-
-    environment: Mapping[str, str]
-    builder_image: str | None = None
-    runtime_image: str | None = None
-    registry: str | None = None
-
-
-def build(names: Iterable[str] = (), *, root: Path, state: Path, options: Options, on_event: OnEvent) -> Pins:
+def build(  # noqa: PLR0913  what the command line offers, one to one
+    names: Iterable[str] = (),
+    *,
+    root: Path,
+    state: Path,
+    environment: Mapping[str, str],
+    on_event: OnEvent,
+    builder_image: str | None = None,
+    runtime_image: str | None = None,
+    registry: str | None = None,
+) -> Pins:
     """Build and pin images (all of them when `names` is empty) for the engine's platform; `state`/pins.toml afterwards.
 
-    What a base tag was resolved to is recorded there too, and stands until a base is given in `options` again. An image
-    that was built and pinned from the same Dockerfile, lock, bases and wheel is left alone. Emits `note`, `progress`
-    (wheels) and `log` (lines of the build) events; the last build of each image is kept in `state`/logs.
+    `environment` is that of the docker command (PATH, HOME, DOCKER_HOST). Bases are tags or `repository@sha256:…`; None
+    takes those of the pins. What a tag was resolved to is recorded and stands until a base is given again. With
+    `registry` (`host:port[/path]`) images are pushed there and pinned as `registry/quantmint/NAME@sha256:…`; without,
+    as IDs of images of this engine. An image that was built and pinned from the same Dockerfile, lock, bases and wheel
+    is left alone. Emits `note`, `progress` (wheels) and `log` (lines of the build) events; the log of the last build of
+    each image stays in `state`/logs.
 
     Raises:
         ReleaseError: INVALID_ARGUMENT, LOCK_MISSING, WHEELS_UNAVAILABLE, ENGINE_UNREACHABLE, ENGINE_ERROR,
             IMAGE_ABSENT, IMAGE_PLATFORM, IMAGE_BUILD_FAILED or DISK_FULL.
     """
     wanted = [known(name) for name in dict.fromkeys(names)] or list(IMAGES.values())
-    engine = Engine(options.environment)
+    engine = Engine(environment)
     store = Store(state)
     target = store.folder() / "pins.toml"
     waiting = {"event": "note", "text": "another process is building images"}
     with store.lock("images", waiting=lambda: on_event(waiting)):
-        bases, builder, runtime = _bases(engine, current_pins(root, store.root), options, on_event)
-        workshop = _Workshop(engine, root, store, builder, runtime, options.registry, on_event)
+        pins = current_pins(root, store.root)
+        builder, build_from = _base(engine, "builder", builder_image, pins, on_event)
+        runtime, run_on = _base(engine, "runtime", runtime_image, pins, on_event)
+        bases = Bases(builder=builder, runtime=runtime)
+        workshop = _Workshop(engine, root, store, build_from, run_on, registry, on_event)
         local = Pins(schema=1, bases=bases, images=(_read(target) or Pins(schema=1)).images)
         for image in wanted:
             earlier = local.images[image.name].platforms.get(engine.platform) if image.name in local.images else None
@@ -257,26 +259,23 @@ def build(names: Iterable[str] = (), *, root: Path, state: Path, options: Option
     return local
 
 
-def _bases(engine: Engine, pins: Pins, options: Options, on_event: OnEvent) -> tuple[Bases, str, str]:
-    """The bases as pins record them, and the two references to build from."""
-
-    def one(kind: str, given: str | None, recorded: Base | None) -> tuple[Base, str]:
-        if given is not None:
-            digest = given if "@sha256:" in given else _pulled(engine, given, on_event)
-            return Base(ref=given, platforms={engine.platform: digest}), digest
-        if recorded is None:
-            raise ReleaseError(
-                "INVALID_ARGUMENT",
-                f"no {kind} base is given and none is pinned",
-                file="images/pins.toml",
-                expected=f"[bases.{kind}]",
-            )
-        digest = recorded.platforms.get(engine.platform) or _pulled(engine, recorded.ref, on_event)
-        return Base(ref=recorded.ref, platforms={**recorded.platforms, engine.platform: digest}), digest
-
-    builder, build_from = one("builder", options.builder_image, pins.bases.builder if pins.bases else None)
-    runtime, run_on = one("runtime", options.runtime_image, pins.bases.runtime if pins.bases else None)
-    return Bases(builder=builder, runtime=runtime), build_from, run_on
+def _base(
+    engine: Engine, kind: Literal["builder", "runtime"], given: str | None, pins: Pins, on_event: OnEvent
+) -> tuple[Base, str]:
+    """A base as pins record it, and its reference on the engine's platform."""
+    if given is not None:
+        digest = given if "@sha256:" in given else _pulled(engine, given, on_event)
+        return Base(ref=given, platforms={engine.platform: digest}), digest
+    if pins.bases is None:
+        raise ReleaseError(
+            "INVALID_ARGUMENT",
+            f"no {kind} base is given and none is pinned",
+            file="images/pins.toml",
+            expected=f"[bases.{kind}]",
+        )
+    recorded = pins.bases.builder if kind == "builder" else pins.bases.runtime
+    digest = recorded.platforms.get(engine.platform) or _pulled(engine, recorded.ref, on_event)
+    return Base(ref=recorded.ref, platforms={**recorded.platforms, engine.platform: digest}), digest
 
 
 def _pulled(engine: Engine, tag: str, on_event: OnEvent) -> str:
@@ -314,7 +313,8 @@ class _Workshop:
                 return earlier
             name = f"{repository or f'quantmint/{image.name}'}:{digest.removeprefix('sha256:')[:16]}"
             if self.engine.label(name, BUILD_LABEL) != digest:
-                self._build(image, lock, digest, name, own, Path(folder) / "build")
+                self._lay_out(image, own, Path(folder) / "build")
+                self._build(image, lock, digest, name, Path(folder) / "build")
         if repository is None:
             return self.engine.run("image", "inspect", "--format", "{{.Id}}", name)
         self._note(f"pushing {image.name}")
@@ -338,7 +338,8 @@ class _Workshop:
         }
         return digest_of(canonical(inputs))
 
-    def _build(self, image: Image, lock: Lock, digest: str, name: str, own: Path | None, folder: Path) -> None:
+    def _lay_out(self, image: Image, own: Path | None, folder: Path) -> None:
+        """The build folder: exactly what the Dockerfile names, wheels as hard links."""
         wheels = wheelhouse.fetch(
             image.name,
             root=self.root,
@@ -346,7 +347,6 @@ class _Workshop:
             on_event=self.on_event,
             machine=MACHINES[self.engine.platform],
         )
-        self._note(f"building {image.name}")
         with disk_errors():
             for part in ("wheelhouse", "project"):
                 (folder / part).mkdir(parents=True)
@@ -357,6 +357,9 @@ class _Workshop:
                 os.link(wheel, folder / "wheelhouse" / wheel.name)
             if own is not None:
                 shutil.copyfile(own, folder / "project" / own.name)
+
+    def _build(self, image: Image, lock: Lock, digest: str, name: str, folder: Path) -> None:
+        self._note(f"building {image.name}")
         log = self.store.folder("logs") / f"image-{image.name}.log"
         arguments = {
             "BUILDER_IMAGE": self.builder,

@@ -212,7 +212,8 @@ def _quoted(text: str) -> str:
 # locks
 
 _ENTRY = re.compile(
-    r"(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)==(?P<version>[A-Za-z0-9.+!]+)(?P<hashes>(?: --hash=sha256:[0-9a-f]{64})+)"
+    r"(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)==(?P<version>[A-Za-z0-9.+!]+)"
+    r"(?P<hashes>(?: --hash=sha256:[0-9a-f]{64})+)"
 )
 _WHEEL = re.compile(
     r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[A-Za-z0-9_.+!]+)(?:-\d[^-]*)?"

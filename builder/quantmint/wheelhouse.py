@@ -373,9 +373,10 @@ def _configured() -> tuple[str, str | None]:
 
 
 def _header(image: Image, requirements: Sequence[Requirement], gaps: Mapping[str, Sequence[str]]) -> str:
+    machines = " or ".join(MACHINES.values())
     lines = [
         f"Written by `quantmint images lock {image.name}` from {image.source}. Do not edit.",
-        f"Python {PYTHON}, glibc Linux. Each hash is that of a wheel for {' or '.join(MACHINES.values())}, or for both.",
+        f"Python {PYTHON}, glibc Linux. Each hash is that of a wheel for {machines}, or for both.",
     ]
     if image.without:
         lines.append(f"Left out on purpose, though something requires them: {', '.join(image.without)}.")
@@ -384,7 +385,7 @@ def _header(image: Image, requirements: Sequence[Requirement], gaps: Mapping[str
         wheel = f"{entry.name}=={entry.version}"
         if wheel in ELSEWHERE:
             lines += [
-                f"{wheel}: the CPU build, which the Python Package Index does not have. Where the configured index lacks",
-                f"it too, it comes from {image.index}; the hashes are those that are published there.",
+                f"{wheel}: the CPU build, which the Python Package Index does not have. Where the configured index",
+                f"lacks it too, it comes from {image.index}; the hashes are those that are published there.",
             ]
     return "\n".join(lines)

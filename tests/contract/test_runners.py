@@ -231,8 +231,12 @@ def test_a_killed_builder_leaves_nothing_running_and_the_next_resumes(
     assert builder.stdout is not None
     child = int(builder.stdout.readline().split()[1])
     builder.send_signal(number)
-    assert builder.wait(30) != 0
-    builder.stdout.close()
+    try:
+        assert builder.wait(30) != 0
+    finally:
+        builder.kill()
+        builder.wait()
+        builder.stdout.close()
     assert runner.sweep() == (1 if number == signal.SIGKILL else 0)
     if runner.kind == "process":
         for _ in range(100):

@@ -506,7 +506,7 @@ class Maker:
             others = self.fields(0, 2)
             pairs = [*others.items(), (key, value)]
             r.shuffle(pairs)
-            content = json.dumps(dict(pairs))
+            content = json.dumps(dict(pairs), separators=r.choice(((", ", ": "), (",", ":"))))
         user = {"role": "user", "content": r.choice(RESULT_FORMS).format(n=name, k=key, args=self.lines(values))}
         first = Answer(f"I call {name}." if thinking else "", "", (name, values))
         response = {"role": "tool", "tool_call_id": "call_0", "content": content}
@@ -520,7 +520,7 @@ class Maker:
         user = {"role": "user", "content": self.rng.choice(JSON_FORMS).format(args=self.lines(values))}
         schema = {"type": "object", "properties": self.properties(values), "required": list(values),
                   "additionalProperties": False}
-        text = json.dumps(values)
+        text = json.dumps(values, separators=(",", ":"))  # as the engine's grammar writes it without whitespace
         answer = Answer("I write the fields as JSON." if thinking else "", text)
         return Task("json", (Step((user,), answer),), schema=schema, value=text)
 

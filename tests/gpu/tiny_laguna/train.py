@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 PAD, END = 9, 24
-STAGES = (0.06, 0.3)  # ends of the stages "short copies" and "all kinds, short", as parts of all steps
+STAGES = (0.08, 0.3)  # ends of the stages "short copies" and "all kinds, short", as parts of all steps
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def main() -> None:
     ap.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     ap.add_argument("--out", type=Path, required=True)
     ap.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    ap.add_argument("--steps", type=int, default=9000)
+    ap.add_argument("--steps", type=int, default=5000)
     ap.add_argument("--tokens", type=int, default=65536, help="tokens per step (half in the first stage)")
     ap.add_argument("--longest", type=int, default=8704)
     ap.add_argument("--lr", type=float, default=0.02)
@@ -217,7 +217,6 @@ def main() -> None:
         start = kept["step"]
     source = batches(plan, start, args.workers)
     heldout = heldout_rows(Tokenizer.from_file(plan.tokenizer), 100 if cuda else 8, args.longest)
-    base = [opt.param_groups[0]["lr"] for opt in opts]
     base = [args.lr, args.lr * 0.15]
     loss_sum, seen, step, waited = torch.zeros((), device=args.device), 0, start, 0.0
 
@@ -228,7 +227,7 @@ def main() -> None:
         line = {
             "step": step, "seconds": round(time.monotonic() - began, 1), "tokens": seen, "wait": round(waited, 1),
             "bias": [round(float(m.bias.abs().max()), 3) for m in model.moes()],
-            "load": [round(float(m.load.max() / m.load.mean()), 2) for m in model.moes()], **scores, "final": final,
+            "load": [round(float(m.load.max() / m.load.mean().clamp(min=1e-9)), 2) for m in model.moes()], **scores, "final": final,
         }  # fmt: skip
         print(json.dumps(line), flush=True)
         export(model, args.out)
