@@ -57,5 +57,5 @@ CMD ["python3"]
 # docker run --rm --network none --mount type=bind,src=PACKAGE,dst=/package,readonly … IMAGE /package --key …
 FROM runtime AS verify
 COPY --from=verify-site /opt/quantmint /opt/quantmint
-ENTRYPOINT ["python3", "-P", "-m", "quantmint", "verify"]
+ENTRYPOINT ["python3", "-P", "-m", "quantmint.cli", "verify"]
 CMD ["--help"]

@@ -12,6 +12,7 @@ import struct
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring as _quoted
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -373,16 +374,16 @@ class Shard:
 
 def encode_header(tensors: Sequence[TensorSpec]) -> bytes:
     """Header bytes of a file that holds `tensors` in this order: compact JSON, one metadata key, padded to 8 bytes."""
-    described: dict[str, Any] = {"__metadata__": dict(METADATA)}
+    rows = [f'"__metadata__":{json.dumps(dict(METADATA), separators=(",", ":"))}']
     position = 0
     for tensor in tensors:
-        described[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.nbytes],
-        }
-        position += tensor.nbytes
-    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+        end = position + tensor.nbytes
+        shape = ",".join(map(str, tensor.shape))
+        rows.append(
+            f'{_quoted(tensor.name)}:{{"dtype":"{tensor.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
+        )
+        position = end
+    text = ("{" + ",".join(rows) + "}").encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -412,10 +413,10 @@ def shards(tensors: Iterable[TensorSpec], limit: int) -> tuple[Shard, ...]:
 
 def encode_index(files: Iterable[Shard]) -> bytes:
     """The `model.safetensors.index.json` of `files`: total payload bytes and the weight map in name order."""
-    places: dict[str, str] = {}
+    rows = []
     total = 0
     for shard in files:
-        places.update(dict.fromkeys((tensor.name for tensor in shard.tensors), shard.file))
+        rows += [f"    {_quoted(tensor.name)}: {_quoted(shard.file)}" for tensor in shard.tensors]
         total += sum(tensor.nbytes for tensor in shard.tensors)
-    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    head = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n'
+    return (head + ",\n".join(sorted(rows)) + "\n  }\n}\n").encode()

@@ -57,8 +57,11 @@ def table(entry: Table) -> None:
     give(entry.text())
 
 
+QUIET_SECONDS = 5
+
+
 class PlainWatcher:
-    """Lines on stderr: one when a stage starts and ends, and progress at most every five seconds."""
+    """Lines on stderr: one when a stage starts and ends, and between them at most one in five seconds and the last."""
 
     def __init__(self) -> None:
         self._began: dict[str, float] = {}
@@ -74,7 +77,8 @@ class PlainWatcher:
 
     def event(self, stage: str, event: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        if event.get("event") == "progress" and now - self._told < 5 and event.get("done") != event.get("total"):
+        last = "total" in event and event.get("done") == event["total"]
+        if now - self._told < QUIET_SECONDS and not last:
             return
         self._told = now
         say(f"{stage}: {described(event)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -126,6 +127,10 @@ class Placement:
 
         With `kv_scales`, an F32 `k_scale` and `v_scale` follow the projections of each layer, as ModelOpt names them.
         """
+        return self._stored
+
+    @cached_property
+    def _stored(self) -> tuple[Stored, ...]:
         found: list[Stored] = []
         for tensor in self.geometry.tensors:
             precision = self.precision(tensor)

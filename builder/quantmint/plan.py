@@ -5,6 +5,7 @@ Pure: a plan is a function of its arguments. It never looks at the machine, a re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -143,7 +144,13 @@ class Plan(Document):
 
     def tables(self) -> tuple[Table, ...]:
         """The plan as tables for people, in reading order."""
-        return (self._stage_table(), self._input_table(), self._arithmetic_table(), self._expected_table())
+        return (
+            self._stage_table(),
+            self._input_table(),
+            self._arithmetic_table(),
+            self._acceptance_table(),
+            self._expected_table(),
+        )
 
     def text(self) -> str:
         """The tables as plain text."""
@@ -156,9 +163,16 @@ class Plan(Document):
             feeds = ", ".join(f"{ref.stage}/{ref.output}" if ref.stage else ref.name for ref in stage.inputs)
             image = f"{stage.image} {_short(references[stage.image])}" if stage.image else "host"
             handler = stage.handler + ("" if stage.handler in HANDLERS else " (not in this version)")
-            accepts = "; ".join(f"{line.measurement} {line.op} {line.value}" for line in self.accepted(stage.name))
-            rows.append((stage.name, stage.kind, handler, image, feeds, accepts))
-        return Table("Stages", ("stage", "kind", "handler", "image", "inputs", "accepted"), tuple(rows))
+            rows.append((stage.name, stage.kind, handler, image, feeds))
+        return Table("Stages", ("stage", "kind", "handler", "image", "inputs"), tuple(rows))
+
+    def _acceptance_table(self) -> Table:
+        rows = tuple(
+            (entry.stage, entry.target or "any", f"{line.measurement} {line.op} {json.dumps(line.value)}")
+            for entry in self.acceptance
+            for line in entry.thresholds
+        )
+        return Table("Locked acceptance", ("stage", "target", "measurement"), rows)
 
     def _input_table(self) -> Table:
         rows = [

@@ -88,7 +88,7 @@ class Stage(Document):
     kind: Literal["fetch", "build", "check", "gate"]
     handler: str
     version: int
-    image: Name | None
+    image: Name | None = None
     params: dict[str, Any]
     seed: int = 0
     inputs: tuple[InputRef, ...] = ()

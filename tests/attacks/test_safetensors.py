@@ -237,7 +237,9 @@ def test_missing_shard():
 
 
 def test_unlisted_shard():
-    index_refused([shard("1.safetensors", "a"), shard("2.safetensors", "b")], index(a="1.safetensors"), "UNLISTED_SHARD")
+    index_refused(
+        [shard("1.safetensors", "a"), shard("2.safetensors", "b")], index(a="1.safetensors"), "UNLISTED_SHARD"
+    )
 
 
 def test_ghost_tensor():

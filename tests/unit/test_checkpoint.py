@@ -56,6 +56,19 @@ def test_what_is_laid_out_is_read_back(specs, limit):
         assert payload <= limit or len(shard.tensors) == 1 or payload == max(spec.nbytes for spec in shard.tensors)
 
 
+@given(SPECS, st.integers(1, 200))
+def test_headers_and_indexes_are_plain_json(specs, limit):
+    made = shards(specs, limit)
+    for shard in made:
+        text = shard.header[8:]
+        compact = json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False).encode()
+        assert text == compact + b" " * (-len(compact) % 8)
+    index = json.loads(encode_index(made))
+    assert index["weight_map"] == {spec.name: shard.file for shard in made for spec in shard.tensors}
+    if specs:
+        assert encode_index(made).decode() == json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+
+
 @given(SPECS)
 def test_every_tensor_is_aligned_to_its_elements(specs):
     for shard in shards(specs, 10**9):
@@ -65,31 +78,38 @@ def test_every_tensor_is_aligned_to_its_elements(specs):
                 assert entry.begin % (BITS[entry.dtype] // 8) == 0
 
 
+def outcome(data: bytes):
+    """The header of a whole file, or the error that refuses it."""
+    try:
+        length = header_bytes(data[:PREFIX_BYTES], file="f", size=len(data))
+        return parse_header(data[:length], file="f", size=len(data))
+    except ReleaseError as error:
+        return error
+
+
 @given(st.binary(max_size=200))
 def test_random_bytes_parse_or_are_refused(data):
     for candidate in (data, struct.pack("<Q", len(data)) + data):
-        try:
-            length = header_bytes(candidate[:PREFIX_BYTES], file="f", size=len(candidate))
-            header = parse_header(candidate[:length], file="f", size=len(candidate))
-        except ReleaseError as error:
-            assert error.code in ("CORRUPT_SHARD", "LFS_POINTER")
-            assert error.file == "f"
+        found = outcome(candidate)
+        if isinstance(found, ReleaseError):
+            assert found.code in ("CORRUPT_SHARD", "LFS_POINTER")
+            assert found.file == "f"
         else:
-            assert sum(entry.nbytes for entry in header.tensors) == len(candidate) - length
+            length = header_bytes(candidate, file="f", size=len(candidate))
+            assert sum(entry.nbytes for entry in found.tensors) == len(candidate) - length
 
 
 @given(SPECS.filter(bool), st.data())
 def test_a_changed_header_never_covers_other_bytes(specs, data):
     good = encode_header(specs)
-    size = len(good) + sum(spec.nbytes for spec in specs)
+    payload = bytes(sum(spec.nbytes for spec in specs))
     position = data.draw(st.integers(8, len(good) - 1))
     bad = good[:position] + bytes([data.draw(st.integers(0, 255))]) + good[position + 1 :]
-    try:
-        header = parse_header(bad, file="f", size=size)
-    except ReleaseError as error:
-        assert error.code == "CORRUPT_SHARD"
+    found = outcome(bad + payload)
+    if isinstance(found, ReleaseError):
+        assert found.code == "CORRUPT_SHARD"
     else:
-        assert sum(entry.nbytes for entry in header.tensors) == size - len(good)
+        assert sum(entry.nbytes for entry in found.tensors) == len(payload)
 
 
 def test_the_layout_has_one_metadata_key_and_the_usual_names():
@@ -115,7 +135,8 @@ def test_spans_of_packed_dtypes():
     ("name", "carried"),
     [
         ("tokenizer.json", True), ("chat_template.jinja", True), ("generation_config.json", True), ("LICENSE", True),
-        ("LICENSE.md", True), ("license-apache.txt", True), ("NOTICE", True), ("README.md", False), ("config.json", False),
+        ("LICENSE.md", True), ("license-apache.txt", True), ("NOTICE", True), ("README.md", False),
+        ("config.json", False),
         ("model.safetensors", False), ("modeling_laguna.py", False), (".gitattributes", False), ("licensed.bin", False),
     ],
 )  # fmt: skip

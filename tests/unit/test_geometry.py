@@ -43,7 +43,7 @@ def test_non_expert_tensors_of_laguna_s(real):
 
 
 def test_the_nvfp4_layouts_that_are_published(real):
-    """145,153 tensors of 71,898,733,760 bytes in July 2026; 126,625 since August, with experts of layers 40-47 in BF16."""
+    """145,153 tensors of 71,898,733,760 bytes in July 2026; 126,625 since August, with layers 40-47 in BF16."""
     experts = [tensor for tensor in real.tensors if tensor.role is Role.ROUTED_EXPERTS]
     others = [tensor for tensor in real.tensors if tensor.role is not Role.ROUTED_EXPERTS]
     july = [spec for tensor in experts for spec in compressed(tensor.spec)] + [tensor.spec for tensor in others]

@@ -46,7 +46,9 @@ def test_ranges_that_mean_nothing_are_refused(text):
 
 def test_unplaced_modules_stay_as_they_are(tiny):
     placement = Placement.of([], tiny)
-    assert [(entry.spec, entry.copied) for entry in placement.stored()] == [(tensor.spec, True) for tensor in tiny.tensors]
+    assert [(entry.spec, entry.copied) for entry in placement.stored()] == [
+        (tensor.spec, True) for tensor in tiny.tensors
+    ]
 
 
 def test_all_means_every_layer_that_has_the_module(tiny):
@@ -58,7 +60,9 @@ def test_only_matrices_are_ever_quantized(tiny):
     placement = Placement.of([rule("attention", "all"), rule("routed-experts", "all")], tiny)
     changed = {entry.source.role for entry in placement.stored() if entry.source is not None and not entry.copied}
     assert changed == {Role.ATTENTION, Role.ROUTED_EXPERTS}
-    assert all(len(entry.source.shape) == 2 for entry in placement.stored() if entry.source is not None and not entry.copied)
+    assert all(
+        len(entry.source.shape) == 2 for entry in placement.stored() if entry.source is not None and not entry.copied
+    )
 
 
 def test_kv_scales_stand_beside_their_projections(tiny):

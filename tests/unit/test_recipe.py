@@ -85,10 +85,14 @@ def test_the_published_schema_is_current(root):
     [
         ("title =", "tittle =", ("'tittle'", "'title'")),
         ("[quantize]", "[quantise]", ("'quantise'", "'quantize'")),
-        ('producer = "modelopt"\n', 'producer = "modelopt"\nshard_byte = 1\n', ("'quantize.shard_byte'", "'shard_bytes'")),
+        (
+            'producer = "modelopt"\n',
+            'producer = "modelopt"\nshard_byte = 1\n',
+            ("'quantize.shard_byte'", "'shard_bytes'"),
+        ),
         ('modules = "routed-experts"', 'module = "routed-experts"', ("quantize.placement.0.module", "'modules'")),
         ("served_model_name", "serve_model_name", ("launch.0.serve_model_name", "'served_model_name'")),
-        ('uri = "dir', 'url = "dir', ("sources.base.url", "'uri'")),
+        ("[sources.base]\n", '[sources.base]\ndigset = "x"\n', ("sources.base.digset",)),
     ],
 )
 def test_a_misspelt_key_gets_a_suggestion(demo, old, new, words):
@@ -141,7 +145,11 @@ def test_a_recipe_builds_in_exactly_one_way(demo, texts):
     start, end = demo.index("[quantize]"), demo.index("[overlay]")
     refused(demo[:start] + demo[end:], "INVALID_VALUE", "either a quantize table or a tiers table")
     hybrid = texts["hybrid-3.25"]
-    tables = hybrid[hybrid.index("[tiers]") : hybrid.index("[overlay]")].replace('"bf16"', '"base"').replace('"nvfp4"\nbyte', '"base"\nbyte')
+    tables = (
+        hybrid[hybrid.index("[tiers]") : hybrid.index("[overlay]")]
+        .replace('"bf16"', '"base"')
+        .replace('"nvfp4"\nbyte', '"base"\nbyte')
+    )
     refused(swap(demo, "[overlay]", f"{tables}[overlay]"), "INVALID_VALUE", "either a quantize table or a tiers table")
 
 
@@ -149,7 +157,9 @@ def test_calibration_has_one_origin(demo):
     both = 'calibration = { prompts = "p.jsonl", dataset = "d", samples = 1, tokens = 1 }\n'
     refused(swap(demo, 'source = "base"\n', f'source = "base"\n{both}'), "INVALID_VALUE", "either prompts or dataset")
     neither = "calibration = { samples = 1, tokens = 1 }\n"
-    refused(swap(demo, 'source = "base"\n', f'source = "base"\n{neither}'), "INVALID_VALUE", "either prompts or dataset")
+    refused(
+        swap(demo, 'source = "base"\n', f'source = "base"\n{neither}'), "INVALID_VALUE", "either prompts or dataset"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +172,9 @@ def test_calibration_has_one_origin(demo):
         ("hybrid-3.25", "slices = 2", "slices = 16", ("EXL3 slices",)),
     ],
 )
-def test_a_recipe_that_does_not_fit_its_model(root, texts, name, old, new, words):
+def test_a_recipe_that_does_not_fit_its_model(  # noqa: PLR0913, PLR0917
+    root, texts, name, old, new, words
+):
     recipe = Recipe.parse(swap(texts[name], old, new), file="some.toml")
     geometry = Geometry.of(json.loads((root / recipe.model.config).read_bytes()))
     with pytest.raises(ReleaseError) as caught:

@@ -119,7 +119,9 @@ def test_slicing_keeps_the_codes_and_repeats_only_the_hidden_axis(slices, bits):
     assert kinds["suh"][0] * slices == kinds["suh"][1]
 
 
-@pytest.mark.parametrize(("tensor", "slices"), [(GATE, 3), (GATE, 16), (DOWN, 16), (TensorSpec("x.up_proj.weight", "BF16", (64, 128)), 1)])
+@pytest.mark.parametrize(
+    ("tensor", "slices"), [(GATE, 3), (GATE, 16), (DOWN, 16), (TensorSpec("x.up_proj.weight", "BF16", (64, 128)), 1)]
+)
 def test_a_cut_inside_a_hadamard_block_is_refused(tensor, slices):
     with pytest.raises(ReleaseError, match="slices") as caught:
         exl3(tensor, bits=3, slices=slices, codebook="mcg")
@@ -154,7 +156,9 @@ def test_equal_scores_keep_the_lower_expert():
     assert TierMap.choose({3: [1.0, 2.0, 1.0, 1.0]}, 2).hot(3) == (0, 1)
 
 
-@pytest.mark.parametrize("scores", [{1: [1.0], 2: [1.0, 2.0]}, {1: [float("nan"), 1.0]}, {1: [float("inf"), 1.0]}, {}, {1: []}])
+@pytest.mark.parametrize(
+    "scores", [{1: [1.0], 2: [1.0, 2.0]}, {1: [float("nan"), 1.0]}, {1: [float("inf"), 1.0]}, {}, {1: []}]
+)
 def test_scores_that_cannot_be_ranked_are_refused(scores):
     with pytest.raises(ReleaseError) as caught:
         TierMap.choose(scores, 1)

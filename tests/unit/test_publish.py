@@ -1,0 +1,92 @@
+"""Publishing is atomic, replaces only what is ours, and leaves no staging behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantmint.errors import ReleaseError
+from quantmint.manifest import Predicate
+from quantmint.publish import publish, require_free, staging
+from quantmint.seal import seal
+from quantmint.signers import generate
+
+
+def sealed(folder: Path, predicate: Predicate, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    seal(folder, predicate, generate())
+
+
+def test_a_package_appears_whole_and_the_next_replaces_it(tmp_path: Path, predicate: Predicate) -> None:
+    out = tmp_path / "dist" / "demo"
+    for text in ("{}", '{"a":1}'):
+        with staging(out) as folder:
+            sealed(folder, predicate, text)
+            publish(folder, out, predicate.release)
+        assert (out / "config.json").read_text() == text
+        assert [entry.name for entry in out.parent.iterdir()] == ["demo"]
+
+
+def test_nothing_is_left_when_sealing_fails(tmp_path: Path) -> None:
+    out = tmp_path / "dist" / "demo"
+    with pytest.raises(RuntimeError), staging(out) as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert not list(out.parent.iterdir())
+
+
+def test_the_staging_of_a_killed_builder_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "dist" / "demo"
+    left = out.parent / ".demo.staging-4194305-1"
+    left.mkdir(parents=True)
+    (left / "half").write_text("x")
+    with staging(out):
+        assert not left.exists()
+
+
+def test_a_foreign_folder_is_refused_and_untouched(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(ReleaseError) as caught:
+        require_free(out, "demo")
+    assert caught.value.code == "OUTPUT_NOT_EMPTY"
+    assert (out / "thesis.txt").read_text() == "mine"
+
+
+def test_a_package_with_a_foreign_file_is_refused(tmp_path: Path, predicate: Predicate) -> None:
+    out = tmp_path / "demo"
+    out.mkdir()
+    sealed(out, predicate, "{}")
+    require_free(out, predicate.release)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ReleaseError) as caught:
+        require_free(out, predicate.release)
+    assert caught.value.actual == "notes.txt"
+
+
+def test_another_release_is_refused(tmp_path: Path, predicate: Predicate) -> None:
+    out = tmp_path / "demo"
+    out.mkdir()
+    sealed(out, predicate, "{}")
+    with pytest.raises(ReleaseError) as caught:
+        require_free(out, "another")
+    assert (caught.value.expected, caught.value.actual) == ("another", predicate.release)
+
+
+def test_a_damaged_package_of_the_same_release_may_be_replaced(tmp_path: Path, predicate: Predicate) -> None:
+    out = tmp_path / "demo"
+    out.mkdir()
+    sealed(out, predicate, "{}")
+    (out / "config.json").write_text("damaged")
+    require_free(out, predicate.release)
+
+
+def test_a_file_in_the_place_of_the_output_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    out.write_text("a file")
+    with pytest.raises(ReleaseError):
+        require_free(out, "demo")
+    shutil.rmtree(tmp_path)
