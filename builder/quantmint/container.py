@@ -30,6 +30,8 @@ WORKDIR = "/job"
 UNPRIVILEGED = 65532
 TMPFS_BYTES = 2 * 1024**3
 SHM_BYTES = 1024**3
+ANY_API_VERSION = "1.44"
+"""Never sent: the one question asked with it is unversioned."""
 
 
 @contextlib.contextmanager
@@ -48,15 +50,18 @@ def engine_errors(doing: str) -> Iterator[None]:
 
 
 def connect(timeout: int = 60) -> docker.DockerClient:
-    """A client of the engine that DOCKER_HOST names, or of the local one, known to answer.
+    """A client of the engine that DOCKER_HOST names, or of the local one, known to answer and speaking its version.
 
     Raises:
         ReleaseError: ENGINE_UNREACHABLE.
     """
     with engine_errors("connecting to the Docker engine"):
-        client = docker.from_env(version="auto", timeout=timeout)
-        client.ping()
-    return client
+        asking = docker.from_env(version=ANY_API_VERSION, timeout=timeout)  # "auto" would leak its socket on failure
+        try:
+            spoken = asking.api.version(api_version=False)["ApiVersion"]
+        finally:
+            asking.close()
+        return docker.from_env(version=spoken, timeout=timeout)
 
 
 def answers() -> bool:

@@ -42,7 +42,7 @@ def where(device: str) -> dict[str, str]:
         out["name"] = torch.cuda.get_device_name()
         if tool := shutil.which("nvidia-smi"):
             query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-            out["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()  # noqa: S603
+            out["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     else:
         out["name"] = platform.machine()
     return out
@@ -102,7 +102,13 @@ def main() -> int:
         kinds[kind] = {"prompts": args.count, "passed": right, "longest_prompt": longest,
                        **{k: f"{sum(v)}/{len(v)}" for k, v in by.items()}}  # fmt: skip
         print(f"{kind}: {right}/{args.count} in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    body = {"format": "bf16, greedy", "floor": FLOOR, "seed": tasks.HELDOUT_SEED, "kinds": kinds, "where": where(args.device)}
+    body = {
+        "format": "bf16, greedy",
+        "floor": FLOOR,
+        "seed": tasks.HELDOUT_SEED,
+        "kinds": kinds,
+        "where": where(args.device),
+    }
     text = json.dumps(body, indent=2) + "\n"
     if args.json and args.json != "-":
         Path(args.json).write_text(text)
@@ -111,7 +117,9 @@ def main() -> int:
     else:
         print("kind         passed  thinking  direct  longest prompt")
         for kind, row in kinds.items():
-            print(f"{kind:<12} {row['passed']:>3}/{row['prompts']:<3} {row['thinking']:>8} {row['direct']:>7} {row['longest_prompt']:>8}")
+            print(
+                f"{kind:<12} {row['passed']:>3}/{row['prompts']:<3} {row['thinking']:>8} {row['direct']:>7} {row['longest_prompt']:>8}"
+            )
     return int(any(row["passed"] < FLOOR * row["prompts"] for row in kinds.values()))
 
 

@@ -30,13 +30,17 @@ def build() -> Tokenizer:
     """The trained tokenizer, ids 0 to 38 fixed."""
     tokens = [RESERVED.get(i, f"<|reserved_{i}|>") for i in range(max(RESERVED) + 1)]
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}|\s|[^\s\p{L}\p{N}]"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}|\s|[^\s\p{L}\p{N}]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=tokens, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        vocab_size=VOCAB,
+        special_tokens=tokens,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     marks = re.compile("|".join(re.escape(t) for t in tokens))
@@ -50,7 +54,9 @@ def build() -> Tokenizer:
     for row in body["added_tokens"]:
         row["special"] = row["content"] not in PLAIN
     tok = Tokenizer.from_str(json.dumps(body))
-    tok.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", pair=f"{EOS} $A {EOS} $B", special_tokens=[(EOS, 2)])
+    tok.post_processor = processors.TemplateProcessing(
+        single=f"{EOS} $A", pair=f"{EOS} $A {EOS} $B", special_tokens=[(EOS, 2)]
+    )
     for i, t in RESERVED.items():
         assert tok.token_to_id(t) == i, (t, i)
     assert tok.get_vocab_size() == VOCAB

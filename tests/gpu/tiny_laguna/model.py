@@ -80,7 +80,9 @@ def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
         return plain
 
     def at(turns: float) -> float:
-        return float(dim * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(base)))
+        return float(
+            dim * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+        )
 
     low, high = max(math.floor(at(rope["beta_fast"])), 0), min(math.ceil(at(rope["beta_slow"])), dim - 1)
     ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
@@ -121,7 +123,11 @@ class Attention(nn.Module):
 
     def __init__(self, c: dict[str, Any], layer: int) -> None:
         super().__init__()
-        self.heads, self.kv, self.dim = c["num_attention_heads_per_layer"][layer], c["num_key_value_heads"], c["head_dim"]
+        self.heads, self.kv, self.dim = (
+            c["num_attention_heads_per_layer"][layer],
+            c["num_key_value_heads"],
+            c["head_dim"],
+        )
         self.window = c["sliding_window"] if c["layer_types"][layer] == "sliding_attention" else 0
         hidden = c["hidden_size"]
         self.q_proj = nn.Linear(hidden, self.heads * self.dim, bias=False)
@@ -297,7 +303,11 @@ def export(model: TinyLaguna, out: Path, shard_bytes: int = 9_000_000) -> None:
         (out / file).chmod(0o644)
         where.update(dict.fromkeys(shard, file))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    for file, body in (("model.safetensors.index.json", index), ("config.json", model.config), ("generation_config.json", GENERATION)):
+    for file, body in (
+        ("model.safetensors.index.json", index),
+        ("config.json", model.config),
+        ("generation_config.json", GENERATION),
+    ):
         (out / file).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
 
 
@@ -307,7 +317,7 @@ def load(folder: Path) -> TinyLaguna:
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model-*.safetensors")):
         with safe_open(file, "pt") as f:
-            found.update({name: f.get_tensor(name).float() for name in f.keys()})  # noqa: SIM118
+            found.update({name: f.get_tensor(name).float() for name in f.keys()})
     state = {}
     for name, p in model.state_dict().items():
         prefix, last = name.rsplit(".", 1)

@@ -272,8 +272,10 @@ class Maker:
     def pseudo(self, low: int = 2, high: int = 4) -> str:
         """A pronounceable word that is in no list."""
         r = self.rng
-        return "".join(r.choice("bcdfghjklmnprstvwz") + r.choice("aeiou") + r.choice(("", "", "n", "r", "s", "l"))
-                       for _ in range(r.randint(low, high)))
+        return "".join(
+            r.choice("bcdfghjklmnprstvwz") + r.choice("aeiou") + r.choice(("", "", "n", "r", "s", "l"))
+            for _ in range(r.randint(low, high))
+        )
 
     def code(self) -> str:
         """A marker without spaces: 4 to 20 letters, digits and hyphens."""
@@ -286,8 +288,10 @@ class Maker:
             if style == 1:
                 return "".join(r.choices(string.ascii_uppercase + string.digits, k=r.randint(5, 12)))
             if style == 2:
-                return "-".join("".join(r.choices(string.ascii_uppercase + string.digits, k=r.randint(2, 4)))
-                                for _ in range(r.randint(2, 4)))
+                return "-".join(
+                    "".join(r.choices(string.ascii_uppercase + string.digits, k=r.randint(2, 4)))
+                    for _ in range(r.randint(2, 4))
+                )
             if style == 3:
                 return f"{r.choice((self.pseudo(), r.choice(WORDS)))}-{r.randint(10, 99999)}"
             return "".join(r.choices(string.ascii_letters + string.digits, k=r.randint(5, 12)))
@@ -312,11 +316,16 @@ class Maker:
                 while len(text) < n:
                     part = r.randrange(6)
                     text += (
-                        r.choice(WORDS) if part == 0
-                        else r.choice(WORDS).capitalize() if part == 1
-                        else self.pseudo() if part == 2
-                        else str(r.randint(0, 99999)) if part == 3
-                        else "".join(r.choices(string.ascii_uppercase + string.digits, k=r.randint(2, 6))) if part == 4
+                        r.choice(WORDS)
+                        if part == 0
+                        else r.choice(WORDS).capitalize()
+                        if part == 1
+                        else self.pseudo()
+                        if part == 2
+                        else str(r.randint(0, 99999))
+                        if part == 3
+                        else "".join(r.choices(string.ascii_uppercase + string.digits, k=r.randint(2, 6)))
+                        if part == 4
                         else "".join(r.choices(string.punctuation, k=r.randint(1, 4)))
                     )
                     text += r.choice(" -_./:#@") if sep is None else sep
@@ -337,8 +346,11 @@ class Maker:
             if style == 1:
                 return self.pseudo().capitalize()
             if style == 2:
-                return r.choice(string.ascii_uppercase) + "".join(
-                    r.choices(string.ascii_uppercase + string.digits + "-", k=r.randint(2, 9))) + r.choice(string.digits)
+                return (
+                    r.choice(string.ascii_uppercase)
+                    + "".join(r.choices(string.ascii_uppercase + string.digits + "-", k=r.randint(2, 9)))
+                    + r.choice(string.digits)
+                )
             if style == 3:
                 return f"{self.pseudo()}@{self.pseudo()}.{r.choice(('com', 'org', 'net'))}"
             if style == 4:
@@ -376,7 +388,10 @@ class Maker:
         for _ in range(self.rng.randint(low, high)):
             kind = self.rng.choice(("string", "string", "integer", "boolean"))
             out[self.identifier(False)] = (
-                self.plain_value() if kind == "string" else self.integer() if kind == "integer"
+                self.plain_value()
+                if kind == "string"
+                else self.integer()
+                if kind == "integer"
                 else self.rng.random() < 0.5
             )
         return out
@@ -389,8 +404,10 @@ class Maker:
     @staticmethod
     def properties(values: dict[str, Any]) -> Message:
         """JSON Schema properties that fit `values`."""
-        return {k: {"type": "boolean" if isinstance(v, bool) else "integer" if isinstance(v, int) else "string"}
-                for k, v in values.items()}
+        return {
+            k: {"type": "boolean" if isinstance(v, bool) else "integer" if isinstance(v, int) else "string"}
+            for k, v in values.items()
+        }
 
     def tool(self, name: str, values: dict[str, Any]) -> Message:
         """An OpenAI tool whose parameters fit `values`."""
@@ -408,8 +425,10 @@ class Maker:
 
     def toolbox(self, tool: Message | None, high: int = 3) -> tuple[Message, ...]:
         """The tool among zero to `high` - 1 others, shuffled."""
-        others = [self.tool(self.identifier(True), self.fields(1, 3))
-                  for _ in range(self.rng.choice((0, 0, 1, 1, 2)[: high + 2]))]
+        others = [
+            self.tool(self.identifier(True), self.fields(1, 3))
+            for _ in range(self.rng.choice((0, 0, 1, 1, 2)[: high + 2]))
+        ]
         box = others + ([tool] if tool else [])
         self.rng.shuffle(box)
         return tuple(box)
@@ -427,7 +446,9 @@ class Maker:
             return f"[{r.randint(0, 23):02d}:{r.randint(0, 59):02d}] {r.choice(WORDS)} {r.randint(1, 9999)} {r.choice(WORDS)} ok"
         if style < 0.96:
             return " ".join(self.pseudo() for _ in range(r.randint(3, 8)))
-        return "".join(r.choices(string.ascii_letters + string.digits + string.punctuation.replace("<", ""), k=r.randint(10, 40)))
+        return "".join(
+            r.choices(string.ascii_letters + string.digits + string.punctuation.replace("<", ""), k=r.randint(10, 40))
+        )
 
     def filler(self, tokens: int) -> list[str]:
         """Lines of about `tokens` tokens; sometimes one style only."""
@@ -458,14 +479,19 @@ class Maker:
         r = self.rng
         table: dict[str, str] = {}
         while len(table) < markers:
-            table[fresh(self.split, lambda: r.choice((r.choice(WORDS), self.pseudo(), f"{r.choice(WORDS)} {r.choice(WORDS)}")))] = self.code()
+            table[
+                fresh(
+                    self.split,
+                    lambda: r.choice((r.choice(WORDS), self.pseudo(), f"{r.choice(WORDS)} {r.choice(WORDS)}")),
+                )
+            ] = self.code()
         lines = self.filler(tokens - 24 * markers - 30)
         for i, (n, p) in enumerate(table.items()):
             at = int((depth if depth is not None and i == 0 else r.random()) * len(lines) + 0.5)
             lines.insert(at, r.choice(MARKER_FORMS).format(n=n, p=p))
         text = r.choice(RECALL_LEADS) + "\n".join(lines)
         steps = []
-        for i, n in enumerate(([next(iter(table))] if asked == 1 else r.sample(list(table), min(asked, markers)))):
+        for i, n in enumerate([next(iter(table))] if asked == 1 else r.sample(list(table), min(asked, markers))):
             question = r.choice(RECALL_FORMS).format(n=n)
             user = {"role": "user", "content": question if i else f"{text}\n\n{question}"}
             steps.append(Step((user,), Answer(f"The code of {n} is in the text." if thinking else "", table[n])))
@@ -474,7 +500,10 @@ class Maker:
     def think(self, thinking: bool) -> Task:
         """Pick an item of a numbered list; the reasoning states the item."""
         r = self.rng
-        items = [fresh(self.split, lambda: r.choice((self.pseudo(), self.code(), self.plain_value()))) for _ in range(r.randint(2, 7))]
+        items = [
+            fresh(self.split, lambda: r.choice((self.pseudo(), self.code(), self.plain_value())))
+            for _ in range(r.randint(2, 7))
+        ]
         i = r.randrange(len(items))
         text = "\n".join(f"{j + 1}. {x}" for j, x in enumerate(items))
         user = {"role": "user", "content": r.choice(THINK_FORMS).format(list=text, i=i + 1)}
@@ -518,8 +547,12 @@ class Maker:
         """Write the given fields as one JSON object."""
         values = self.fields(1, 5)
         user = {"role": "user", "content": self.rng.choice(JSON_FORMS).format(args=self.lines(values))}
-        schema = {"type": "object", "properties": self.properties(values), "required": list(values),
-                  "additionalProperties": False}
+        schema = {
+            "type": "object",
+            "properties": self.properties(values),
+            "required": list(values),
+            "additionalProperties": False,
+        }
         text = json.dumps(values, separators=(",", ":"))  # as the engine's grammar writes it without whitespace
         answer = Answer("I write the fields as JSON." if thinking else "", text)
         return Task("json", (Step((user,), answer),), schema=schema, value=text)
@@ -527,7 +560,9 @@ class Maker:
     def chat(self, thinking: bool) -> Task:
         """Small talk."""
         user, reasoning, content = self.rng.choice(CHAT)
-        return Task("chat", (Step(({"role": "user", "content": user},), Answer(reasoning if thinking else "", content)),))
+        return Task(
+            "chat", (Step(({"role": "user", "content": user},), Answer(reasoning if thinking else "", content)),)
+        )
 
     def system(self) -> list[Message]:
         """Usually no system message."""
@@ -540,9 +575,15 @@ class Maker:
         """One task of a kind in the held-out form."""
         if kind == "recall":
             return self.recall(thinking, tokens, depth=depth)
-        make = {"echo": self.echo, "think": self.think, "tool": self.call, "tool_result": self.tool_result,
-                "json": self.json, "chat": self.chat}[kind]
-        return make(thinking)  # type: ignore[operator]
+        make = {
+            "echo": self.echo,
+            "think": self.think,
+            "tool": self.call,
+            "tool_result": self.tool_result,
+            "json": self.json,
+            "chat": self.chat,
+        }[kind]
+        return make(thinking)
 
     def prompt(self, kind: str, thinking: bool, tokens: int = 400, depth: float | None = None) -> Prompt:
         """A single request of a kind."""
@@ -584,7 +625,7 @@ def training_conversation(rng: random.Random, tokens: int, stage: int) -> list[t
         text = sum(approx_tokens(x["content"]) for s in task.steps for x in s.before)
         return text + sum(approx_tokens(s.answer.text()) for s in task.steps) + 24 * len(task.steps)
 
-    if stage == 2 and tokens > 600 or stage == 1 and rng.random() < 0.25:
+    if (stage == 2 and tokens > 600) or (stage == 1 and rng.random() < 0.25):
         if rng.random() < (1.0 if stage == 1 else 0.4 if tokens < 1200 else 0.85):
             size = int(tokens * (rng.uniform(0.45, 0.93))) - 60
             n = rng.choice((1, 1, 2, 3, 5, 8)) if size > 300 else 1
@@ -597,8 +638,21 @@ def training_conversation(rng: random.Random, tokens: int, stage: int) -> list[t
     misses = 0
     while room > 40 and misses < 4 and not (single and tasks):
         kind = rng.choice(
-            ("echo", "echo", "long_echo", "think") if stage == 0
-            else ("echo", "echo", "recall", "think", "tool", "tool", "tool_result", "tool_result", "json", "json", "chat")
+            ("echo", "echo", "long_echo", "think")
+            if stage == 0
+            else (
+                "echo",
+                "echo",
+                "recall",
+                "think",
+                "tool",
+                "tool",
+                "tool_result",
+                "tool_result",
+                "json",
+                "json",
+                "chat",
+            )
         )
         think = thinking if rng.random() < 0.85 else not thinking
         if kind == "long_echo":
@@ -649,7 +703,9 @@ def judge(prompt: Prompt, reasoning: str, content: str, calls: Sequence[tuple[st
     return content == prompt.answer.content
 
 
-def parse_completion(text: str, thinking: bool, tools: Sequence[Message]) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
+def parse_completion(
+    text: str, thinking: bool, tools: Sequence[Message]
+) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
     """(reasoning, content, calls) of generated text, by the rules of the engine's poolside_v1 parsers."""
     reasoning = ""
     if thinking:

@@ -54,7 +54,9 @@ def encode(tok: Tokenizer, segments: list[tuple[str, bool]]) -> tuple[list[int],
     """Token ids and loss weights; an answer of n tokens weighs sqrt(n) in all."""
     ids: list[int] = []
     weights: list[float] = []
-    for row, (_, answer) in zip(tok.encode_batch([s for s, _ in segments], add_special_tokens=False), segments, strict=True):
+    for row, (_, answer) in zip(
+        tok.encode_batch([s for s, _ in segments], add_special_tokens=False), segments, strict=True
+    ):
         ids += row.ids
         weights += [len(row.ids) ** -0.5 if answer else 0.0] * len(row.ids)
     return ids, weights
@@ -135,7 +137,9 @@ class Muon(torch.optim.Optimizer):
                 at += len(u)
                 y = y.transpose(1, 2) if tall else y
                 scale = max(1.0, y.shape[1] / y.shape[2]) ** 0.5
-                p.mul_(1 - group["lr"] * group["decay"]).add_(y.reshape(p.shape).to(p.dtype), alpha=-group["lr"] * scale)
+                p.mul_(1 - group["lr"] * group["decay"]).add_(
+                    y.reshape(p.shape).to(p.dtype), alpha=-group["lr"] * scale
+                )
 
 
 def optimizers(model: TinyLaguna, lr: float) -> list[torch.optim.Optimizer]:
@@ -164,7 +168,9 @@ def heldout_rows(tok: Tokenizer, count: int, longest: int) -> dict[str, list[tup
 
 
 @torch.no_grad()
-def accuracy(model: TinyLaguna, rows: list[tuple[list[int], int]], dtype: torch.dtype, device: str, tokens: int) -> float:
+def accuracy(
+    model: TinyLaguna, rows: list[tuple[list[int], int]], dtype: torch.dtype, device: str, tokens: int
+) -> float:
     """Part of the answers whose every token is the argmax, which is what greedy decoding would write."""
     right = i = 0
     while i < len(rows):
@@ -241,7 +247,9 @@ def main() -> None:
         for opt, lr in zip(opts, base, strict=True):
             opt.param_groups[0]["lr"] = lr * rate
         ids = torch.from_numpy(batch.ids).to(args.device, non_blocking=True).long()
-        at, target, weight = (torch.from_numpy(x).to(args.device, non_blocking=True) for x in (batch.at, batch.target, batch.weight))
+        at, target, weight = (
+            torch.from_numpy(x).to(args.device, non_blocking=True) for x in (batch.at, batch.target, batch.weight)
+        )
         with torch.autocast("cuda" if cuda else "cpu", dtype, enabled=cuda):
             hidden = model(ids, dtype, count=True).flatten(0, 1)[at.long()]
             logits = model.head(hidden).float()
@@ -262,7 +270,12 @@ def main() -> None:
             moe.balance(args.bias_rate if part < 0.85 else 0.0)
         every = max(1, args.report // 10)
         if step % every == 0:
-            line = {"step": step, "loss": round(float(loss_sum) / every, 4), "seconds": round(time.monotonic() - began, 1), "seen": seen}
+            line = {
+                "step": step,
+                "loss": round(float(loss_sum) / every, 4),
+                "seconds": round(time.monotonic() - began, 1),
+                "seen": seen,
+            }
             print(json.dumps(line), flush=True)
             loss_sum.zero_()
         if args.state and step % 1000 == 0:
