@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -56,12 +57,21 @@ def connect(timeout: int = 60) -> docker.DockerClient:
         ReleaseError: ENGINE_UNREACHABLE.
     """
     with engine_errors("connecting to the Docker engine"):
-        asking = docker.from_env(version=ANY_API_VERSION, timeout=timeout)  # "auto" would leak its socket on failure
+        _knock()
+        asking = docker.from_env(version=ANY_API_VERSION, timeout=timeout)
         try:
             spoken = asking.api.version(api_version=False)["ApiVersion"]
         finally:
             asking.close()
         return docker.from_env(version=spoken, timeout=timeout)
+
+
+def _knock() -> None:
+    """Connect to the engine's local socket once: docker-py leaks the socket of a connection that is refused."""
+    host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    if host.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.connect("/" + host.removeprefix("unix://").lstrip("/"))
 
 
 def answers() -> bool:
