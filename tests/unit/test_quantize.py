@@ -273,11 +273,16 @@ def test_a_file_that_shrinks_while_it_is_read(checkpoint):
 # --- the real producer ---
 
 
+@pytest.fixture
+def small(root, tmp_path):
+    """A copy of the small model."""
+    return shutil.copytree(root / "tests/fixtures/tiny-laguna", tmp_path / "small")
+
+
 def quantize(
-    root: Path, job: Path, rules: list[dict[str, str]], texts: list[str]
+    root: Path, source: Path, job: Path, rules: list[dict[str, str]], texts: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Perform one quantize job in the modelopt environment; its parameters and its report."""
-    source = root / "tests/fixtures/tiny-laguna"
     geometry = Geometry.of(json.loads((source / "config.json").read_bytes())).model_dump(mode="json")
     params = {
         "placement": rules, "kv_cache_scales": bool(texts), "geometry": geometry,
@@ -316,23 +321,23 @@ def quantize(
     return params, json.loads((job / "out/report.json").read_bytes())
 
 
-def audited(root: Path, job: Path, params: dict[str, Any]) -> dict[str, Any]:
-    inputs = {"source": root / "tests/fixtures/tiny-laguna", "checkpoint": job / "out/checkpoint"}
+def audited(source: Path, job: Path, params: dict[str, Any]) -> dict[str, Any]:
+    inputs = {"source": source, "checkpoint": job / "out/checkpoint"}
     return dict(check.run(params, inputs, job / "scratch", job, lambda _event, /, **_fields: None))
 
 
 @pytest.mark.environments
 @pytest.mark.timeout(500)
-def test_modelopt_quantizes_the_small_model_the_same_way_twice(root, tmp_path):
+def test_modelopt_quantizes_the_small_model_the_same_way_twice(root, small, tmp_path):
     rules = [{"modules": "routed-experts", "layers": "all", "precision": "nvfp4-w4a16"}]
     trees = []
     for name in ("first", "second"):
-        params, report = quantize(root, tmp_path / name, rules, [])
+        params, report = quantize(root, small, tmp_path / name, rules, [])
         assert report["status"] == "completed", report
         folder = tmp_path / name / "out/checkpoint"
         trees.append({path.name: digest_of(path.read_bytes()) for path in folder.iterdir()})
     assert trees[0] == trees[1]
-    found = audited(root, tmp_path / "first", params)
+    found = audited(small, tmp_path / "first", params)
     assert judge(CHECK_THRESHOLDS, found) == (Verdict.PASSED, ())
     assert found["effective_bits"] == pytest.approx(4.5, abs=0.001)
     assert report["measurements"]["total_bytes"] == found["total_bytes"]
@@ -343,7 +348,7 @@ def test_modelopt_quantizes_the_small_model_the_same_way_twice(root, tmp_path):
 
 @pytest.mark.environments
 @pytest.mark.timeout(500)
-def test_modelopt_mixes_precisions_and_fused_scales_are_equal(root, tmp_path):
+def test_modelopt_mixes_precisions_and_fused_scales_are_equal(root, small, tmp_path):
     rules = [
         {"modules": "routed-experts", "layers": "1", "precision": "bf16"},
         {"modules": "routed-experts", "layers": "2", "precision": "fp8-w8a8"},
@@ -352,8 +357,8 @@ def test_modelopt_mixes_precisions_and_fused_scales_are_equal(root, tmp_path):
         {"modules": "dense-mlp", "layers": "all", "precision": "fp8-w8a8"},
         {"modules": "shared-expert", "layers": "1", "precision": "nvfp4-w4a16"},
     ]
-    params, report = quantize(root, tmp_path / "job", rules, ["def f(x): return x + 1", "words to calibrate on"])
+    params, report = quantize(root, small, tmp_path / "job", rules, ["def f(x): return x + 1", "words to calibrate on"])
     assert report["status"] == "completed", report
-    assert judge(CHECK_THRESHOLDS, audited(root, tmp_path / "job", params)) == (Verdict.PASSED, ())
+    assert judge(CHECK_THRESHOLDS, audited(small, tmp_path / "job", params)) == (Verdict.PASSED, ())
     config = json.loads((tmp_path / "job/out/checkpoint/config.json").read_bytes())
     assert config["quantization_config"]["quant_algo"] == "MIXED_PRECISION"
