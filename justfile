@@ -44,7 +44,7 @@ lint:
 [group: 'work']
 bless:
     @quantmint schema --write
-    @pytest tests/golden --bless -q -p no:randomly
+    @QUANTMINT_BLESS=1 pytest tests/unit -q -k golden
 
 # Remove what was built here: packages, the store, caches
 [group: 'work']

@@ -20,7 +20,13 @@ from quantmint.recipe import Recipe
 
 
 def render(
-    recipe: Recipe, plan: Plan, evidence: tuple[Evidence, ...], *, overlay: Overlay | None, grade: str, reasons: tuple[str, ...]
+    recipe: Recipe,
+    plan: Plan,
+    evidence: tuple[Evidence, ...],
+    *,
+    overlay: Overlay | None,
+    grade: str,
+    reasons: tuple[str, ...],
 ) -> bytes:
     """The card as UTF-8 Markdown with the Hub's front matter.
 
@@ -32,7 +38,9 @@ def render(
         quoted=_quoted, cell=_cell, line=_line, count=_count, bytes=gigabytes, number=_number, command=_command
     )
     template = environment.from_string(files("quantmint").joinpath("templates/card.md.j2").read_text("utf-8"))
-    text = template.render(recipe=recipe, plan=plan, evidence=evidence, overlay=overlay, grade=grade, grade_reasons=reasons)
+    text = template.render(
+        recipe=recipe, plan=plan, evidence=evidence, overlay=overlay, grade=grade, grade_reasons=reasons
+    )
     return ("\n".join(line.rstrip() for line in text.rstrip().split("\n")) + "\n").encode()
 
 
@@ -63,6 +71,8 @@ def _number(value: Scalar) -> str:
 
 def _command(launch: LaunchRecipe) -> str:
     settings = [f"{name}={shlex.quote(value)}" for name, value in launch.environment.items()]
-    return shlex.join(launch.argv(".", "127.0.0.1", 8000)) if not settings else " ".join(settings) + " " + shlex.join(
-        launch.argv(".", "127.0.0.1", 8000)
+    return (
+        shlex.join(launch.argv(".", "127.0.0.1", 8000))
+        if not settings
+        else " ".join(settings) + " " + shlex.join(launch.argv(".", "127.0.0.1", 8000))
     )

@@ -1,5 +1,7 @@
-"""The command line: arguments in, rooms called, words and exit codes out. The only place that prints, exits or reads
-the environment. Everything heavy is imported inside the verb that needs it, so that `--help` answers at once.
+"""The command line: arguments in, rooms called, words and exit codes out.
+
+The only place that exits or reads the environment. Everything heavy is imported inside the verb that needs it, so that
+`--help` answers at once.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
 import typer
 
@@ -41,9 +43,12 @@ app.add_typer(keys_app, name="keys")
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a .toml file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
-Progress = Annotated[str, typer.Option("--progress", metavar="auto|plain|json|quiet", help="How progress is shown on stderr.")]
+Progress = Annotated[
+    str, typer.Option("--progress", metavar="auto|plain|json|quiet", help="How progress is shown on stderr.")
+]
 RunnerName = Annotated[
-    str, typer.Option("--runner", metavar="auto|container|process", help="auto: containers when a Docker engine answers.")
+    str,
+    typer.Option("--runner", metavar="auto|container|process", help="auto: containers when a Docker engine answers."),
 ]
 Package = Annotated[Path, typer.Argument(metavar="PACKAGE", help="Folder of a package.")]
 Key = Annotated[Path, typer.Option("--key", metavar="PUB", help="The publisher's public key (PEM).")]
@@ -69,13 +74,15 @@ def _pins(project: Project) -> Pins:
 
 def _choice(name: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
-        raise ReleaseError("INVALID_ARGUMENT", f"{name}: {value!r} is not known", expected=", ".join(known), actual=value)
+        raise ReleaseError(
+            "INVALID_ARGUMENT", f"{name}: {value!r} is not known", expected=", ".join(known), actual=value
+        )
     return value
 
 
 def _mode(value: str) -> Mode:
-    chosen = _choice("--progress", value, ("auto", "plain", "json", "quiet"))
-    return chosen  # type: ignore[return-value]
+    _choice("--progress", value, ("auto", "plain", "json", "quiet"))
+    return cast("Mode", value)
 
 
 def _machine() -> str:
@@ -107,7 +114,10 @@ def _runner(kind: RunnerKind, project: Project, shown: Any, needed: tuple[str, .
 
         def made(image: str) -> tuple[Path, str]:
             return environment(
-                image, root=project.root, state=project.store.root, on_event=lambda event: shown.event("environment", event)
+                image,
+                root=project.root,
+                state=project.store.root,
+                on_event=lambda event: shown.event("environment", event),
             )
 
         yield ProcessRunner(made, project.store.folder("jobs")), _machine()
@@ -137,7 +147,9 @@ def _references(project: Project, needed: tuple[str, ...], platform: str, shown:
             absent.append(name)
     buildable = [name for name in absent if name in IMAGES]
     if buildable and not os.environ.get("QUANTMINT_PINS"):
-        say(f"Images not built yet on this machine: {', '.join(buildable)}. Building them once; this takes some minutes.")
+        say(
+            f"Images not built yet on this machine: {', '.join(buildable)}. Building them once takes some minutes."
+        )
         pins = build(
             buildable,
             root=project.root,
@@ -164,14 +176,24 @@ def _passphrase() -> str | None:
 
 
 @app.command()
-def release(  # noqa: PLR0913  the command line's own contract
+def release(
     recipe: RecipeName,
     runner: RunnerName = "auto",
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the package goes [dist/RECIPE].")] = None,
-    key: Annotated[str | None, typer.Option("--key", metavar="URI", help="Signing key; without it a throw-away key.")] = None,
-    only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Stop after this stage; publish nothing.")] = None,
-    skip: Annotated[list[str] | None, typer.Option("--skip", metavar="GATE", help="Leave a gate out; sealed as NOT_RUN.")] = None,
-    since: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Execute anew from this stage on.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where the package goes [dist/RECIPE].")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="URI", help="Signing key; without it a throw-away key.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="STAGE", help="Stop after this stage; publish nothing.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="GATE", help="Leave a gate out; sealed as NOT_RUN.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option("--from", metavar="STAGE", help="Execute anew from this stage on.")
+    ] = None,
     epoch: Annotated[int, typer.Option("--epoch", min=0, help="Roll-back counter of the release; may only grow.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")] = False,
     progress: Progress = "auto",
@@ -203,7 +225,12 @@ def release(  # noqa: PLR0913  the command line's own contract
         with _runner(kind, project, shown, needed) as (runner_here, platform):
             prepared = project.prepare(authored, runner=kind, platform=platform, pins=_pins(project))
             walk = Walk(
-                project.store, runner_here, shown, prepared.pinned, "cpu", project.store.root / "logs" / authored.recipe.name
+                project.store,
+                runner_here,
+                shown,
+                prepared.pinned,
+                "cpu",
+                project.store.root / "logs" / authored.recipe.name,
             )
             receipt = run(project, prepared, walk, choice, out=target, signer=signer, epoch=epoch)
     finally:
@@ -220,9 +247,7 @@ def _signer(uri: str | None) -> Signer | None:
 
 
 def _tell_receipt(receipt: Any, prepared: Prepared, *, as_json: bool) -> None:
-    stages = [
-        {"stage": name, "key": done.key, "cached": done.cached} for name, done in receipt.done.items()
-    ]
+    stages = [{"stage": name, "key": done.key, "cached": done.cached} for name, done in receipt.done.items()]
     gates = [
         {"gate": entry.gate, "target": entry.target, "verdict": entry.verdict.value, "reasons": list(entry.reasons)}
         for entry in receipt.evidence
@@ -237,11 +262,17 @@ def _tell_receipt(receipt: Any, prepared: Prepared, *, as_json: bool) -> None:
         give_json(value)
         return
     for entry in receipt.evidence:
-        give(f"{entry.gate} on {entry.target}: {entry.verdict.value}" + (f" ({'; '.join(entry.reasons)})" if entry.reasons else ""))
+        give(
+            f"{entry.gate} on {entry.target}: {entry.verdict.value}"
+            + (f" ({'; '.join(entry.reasons)})" if entry.reasons else "")
+        )
     if receipt.report is None:
         give("Stopped as asked; nothing was published.")
         return
-    give(f"Published {receipt.package} ({receipt.report.subjects} files, {receipt.report.bytes_hashed:,} bytes, grade {receipt.report.grade})")
+    give(
+        f"Published {receipt.package} ({receipt.report.subjects} files, {receipt.report.bytes_hashed:,} bytes, "
+        f"grade {receipt.report.grade})"
+    )
     give(f"Public key {receipt.public_key}")
     give(f"Check it: quantmint verify {_shown_path(receipt.package)} --key {_shown_path(receipt.public_key)}")
 
@@ -274,13 +305,17 @@ def plan(recipe: RecipeName, runner: RunnerName = "container", as_json: AsJson =
 def verify(
     package: Package,
     key: Key,
-    digest: Annotated[str, typer.Option("--digest", metavar="blake3|sha256", help="Which signed digest is recomputed.")] = "blake3",
+    digest: Annotated[
+        str, typer.Option("--digest", metavar="blake3|sha256", help="Which signed digest is recomputed.")
+    ] = "blake3",
     as_json: AsJson = False,
 ) -> None:
     """Verify a package, offline: signature, then every file. Exit 0 when nothing differs, 6 otherwise."""
     from quantmint.verify import verify as run
 
-    algorithm: Literal["blake3", "sha256"] = "sha256" if _choice("--digest", digest, ("blake3", "sha256")) == "sha256" else "blake3"
+    algorithm: Literal["blake3", "sha256"] = (
+        "sha256" if _choice("--digest", digest, ("blake3", "sha256")) == "sha256" else "blake3"
+    )
     report = run(package, key, algorithm=algorithm)
     if as_json:
         give_json({**report.as_json(), "ok": report.ok})
@@ -291,7 +326,10 @@ def verify(
             if value:
                 give(f"  {name}: {value}")
     for gate in report.gates:
-        give(f"gate {gate.gate} on {gate.target}: {gate.verdict}" + (f" ({'; '.join(gate.reasons)})" if gate.reasons else ""))
+        give(
+            f"gate {gate.gate} on {gate.target}: {gate.verdict}"
+            + (f" ({'; '.join(gate.reasons)})" if gate.reasons else "")
+        )
     if report.model_signature == "absent":
         give("model.sig is absent; stock tools cannot check this package")
     report.demand_ok()
@@ -317,7 +355,10 @@ def inspect(
     if not checked:
         say("The signature was NOT checked (no --key): this is what the package says of itself.")
     predicate = found.predicate
-    give(f"release {predicate.release}, grade {predicate.grade} (claimed), epoch {predicate.epoch}, runner {predicate.runner}")
+    give(
+        f"release {predicate.release}, grade {predicate.grade} (claimed), epoch {predicate.epoch}, "
+        f"runner {predicate.runner}"
+    )
     give(f"source {predicate.source.uri} {predicate.source.files}")
     for gate in predicate.gates:
         give(f"gate {gate.gate} on {gate.target}: {gate.verdict}")
@@ -328,9 +369,11 @@ def inspect(
 @app.command()
 def card(
     package: Package,
-    check: Annotated[bool, typer.Option("--check", help="Render the card anew and compare; exit 6 when it differs.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Render the card anew and compare; exit 6 when it differs.")
+    ] = False,
 ) -> None:
-    """Render the model card of a package from its sealed plan, recipe and evidence; to stdout, or compared with README.md."""
+    """Render the card of a package from its sealed plan, recipe and evidence; to stdout, or compared with README.md."""
     from quantmint.rerender import rerender
 
     text = rerender(package)
@@ -362,7 +405,10 @@ def status(recipe: RecipeName, runner: RunnerName = "auto", as_json: AsJson = Fa
         give_json({"recipe": authored.recipe.name, "stages": rows})
         return
     for row in rows:
-        give(f"{row['stage']:<12} {row['state']:<10} {row.get('runner', ''):<10} {str(row.get('key', ''))[:23]}  {row.get('message', '')}".rstrip())
+        give(
+            f"{row['stage']:<12} {row['state']:<10} {row.get('runner', ''):<10} {row.get('key', '')[:23]}  "
+            f"{row.get('message', '')}".rstrip()
+        )
 
 
 @app.command()
@@ -399,7 +445,9 @@ def explain(code: Annotated[str | None, typer.Argument(metavar="CODE")] = None, 
         chosen = [row for row in rows if row["code"] == code.upper()]
         if not chosen:
             near = difflib.get_close_matches(code.upper(), [row["code"] for row in rows], n=1)
-            raise ReleaseError("UNKNOWN_CODE", f"no code {code[:60]!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            raise ReleaseError(
+                "UNKNOWN_CODE", f"no code {code[:60]!r}" + (f"; did you mean {near[0]}?" if near else "")
+            )
         rows = chosen
     if as_json:
         give_json(rows)
@@ -443,7 +491,9 @@ def pin(recipe: RecipeName, as_json: AsJson = False) -> None:
     path = project.root / authored.file if not recipe.endswith(".toml") else Path(recipe)
     text = authored.data.decode("utf-8")
     digests = {
-        name: tree_at(project.root, source).digest for name, source in authored.recipe.sources.items() if source.kind == "dir"
+        name: tree_at(project.root, source).digest
+        for name, source in authored.recipe.sources.items()
+        if source.kind == "dir"
     }
     for name, digest in digests.items():
         text = rewritten(text, name, digest)
@@ -459,7 +509,9 @@ def pin(recipe: RecipeName, as_json: AsJson = False) -> None:
 
 @app.command()
 def schema(
-    write: Annotated[bool, typer.Option("--write", help="Write the files of manifests/schema/ instead of printing.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the files of manifests/schema/ instead of printing.")
+    ] = False,
 ) -> None:
     """Print or write the JSON Schemas of recipes and release statements."""
     from quantmint import manifest, recipe
@@ -474,11 +526,19 @@ def schema(
 
 
 @images_app.command("build")
-def images_build(  # noqa: PLR0913  the command line's own contract
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="All images when none is named.")] = None,
-    builder_image: Annotated[str | None, typer.Option(envvar="QUANTMINT_BUILDER_IMAGE", help="Base to build in.")] = None,
-    runtime_image: Annotated[str | None, typer.Option(envvar="QUANTMINT_RUNTIME_IMAGE", help="Base to build on.")] = None,
-    registry: Annotated[str | None, typer.Option(envvar="QUANTMINT_REGISTRY", help="Push to and pin in this registry.")] = None,
+def images_build(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="All images when none is named.")
+    ] = None,
+    builder_image: Annotated[
+        str | None, typer.Option(envvar="QUANTMINT_BUILDER_IMAGE", help="Base to build in.")
+    ] = None,
+    runtime_image: Annotated[
+        str | None, typer.Option(envvar="QUANTMINT_RUNTIME_IMAGE", help="Base to build on.")
+    ] = None,
+    registry: Annotated[
+        str | None, typer.Option(envvar="QUANTMINT_REGISTRY", help="Push to and pin in this registry.")
+    ] = None,
     progress: Progress = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -516,7 +576,10 @@ def images_list(as_json: AsJson = False) -> None:
         give_json([asdict(row) for row in rows])
         return
     for row in rows:
-        give(f"{row.name:<10} {row.platform:<12} {row.reference or 'not pinned'}  lock {(row.lock or 'missing')[:19]}  {row.purpose}")
+        give(
+            f"{row.name:<10} {row.platform:<12} {row.reference or 'not pinned'}  "
+            f"lock {(row.lock or 'missing')[:19]}  {row.purpose}"
+        )
 
 
 @images_app.command("lock")
@@ -540,7 +603,9 @@ def images_lock(
 @keys_app.command("generate")
 def keys_generate(
     private: Annotated[Path, typer.Argument(metavar="FILE", help="Where the private key goes; FILE.pub beside it.")],
-    unencrypted: Annotated[bool, typer.Option("--unencrypted", help="Keep the private key without a passphrase.")] = False,
+    unencrypted: Annotated[
+        bool, typer.Option("--unencrypted", help="Keep the private key without a passphrase.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make an ECDSA P-256 signing key: an encrypted private key, and a public key to hand out."""
@@ -555,7 +620,9 @@ def keys_generate(
     if as_json:
         give_json({"private": str(private), "public": str(public), "keyId": signer.public.key_id})
     else:
-        give(f"private key {private} (keep it secret)\npublic key {public} (hand it out)\nkey id {signer.public.key_id}")
+        give(
+            f"private key {private} (keep it secret)\npublic key {public} (hand it out)\nkey id {signer.public.key_id}"
+        )
 
 
 def _new_passphrase() -> str:
@@ -620,7 +687,9 @@ def main() -> None:
         import traceback
 
         traceback.print_exc()
-        say("This is a bug in quantmint. Nothing that was finished is lost; the traceback above is what a report needs.")
+        say(
+            "This is a bug in quantmint. Nothing that was finished is lost; the traceback above is what a report needs."
+        )
         code = int(Exit.BUG)
     sys.exit(code)
 

@@ -1,5 +1,7 @@
-"""How a run is shown: progress for people, events for machines, tables and errors. Everything here writes to stderr
-except what a verb returns as data. Foreign text is stripped of control characters before it reaches a terminal.
+"""How a run is shown: progress for people, events for machines, tables and errors.
+
+Everything here writes to stderr except what a verb returns as data. Foreign text is stripped of control characters
+before it reaches a terminal.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ def tell_error(error: ReleaseError, *, as_json: bool) -> None:
         give_json({"error": error.as_json()})
         return
     say(f"error {error.code}: {error.message}")
-    for name, value in (("file", error.file), ("expected", error.expected), ("found", error.actual), ("hint", error.hint)):
+    for name, value in (
+        ("file", error.file),
+        ("expected", error.expected),
+        ("found", error.actual),
+        ("hint", error.hint),
+    ):
         if value:
             say(f"  {name}: {value}")
 
@@ -157,7 +164,9 @@ class BarWatcher:
             self._tasks[stage] = self._progress.add_task(self._escape(stage), total=None, told="")
         told = self._escape(plain(described(event)))[:80]
         if event.get("event") == "progress":
-            self._progress.update(self._tasks[stage], completed=event.get("done", 0), total=event.get("total"), told=told)
+            self._progress.update(
+                self._tasks[stage], completed=event.get("done", 0), total=event.get("total"), told=told
+            )
         else:
             self._progress.update(self._tasks[stage], told=told)
 

@@ -31,6 +31,7 @@ WORKDIR = "/job"
 UNPRIVILEGED = 65532
 TMPFS_BYTES = 2 * 1024**3
 SHM_BYTES = 1024**3
+SCRATCHPAD = "/tmp"  # noqa: S108  inside the container: a tmpfs of its own
 ANY_API_VERSION = "1.44"
 """Never sent: the one question asked with it is unversioned."""
 
@@ -93,7 +94,7 @@ def engine_platform(client: docker.DockerClient) -> str:
 def _owner() -> str:
     """This builder: boot, pid namespace, pid and start time; tells a living owner from a dead one after any kill."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-    namespace = os.readlink("/proc/self/ns/pid")
+    namespace = str(Path("/proc/self/ns/pid").readlink())
     return f"{boot}|{namespace}|{os.getpid()}|{started_at(os.getpid())}"
 
 
@@ -179,7 +180,12 @@ class ContainerRunner:
                 self._reference(image),
                 command=["python3", "-m", "quantmint.worker", WORKDIR],
                 entrypoint=[],
-                environment={**ENVIRONMENT, "HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONPATH": self._pythonpath(folder, image)},  # noqa: S108
+                environment={
+                    **ENVIRONMENT,
+                    "HOME": SCRATCHPAD,
+                    "TMPDIR": SCRATCHPAD,
+                    "PYTHONPATH": self._pythonpath(folder, image),
+                },
                 working_dir=WORKDIR,
                 user=f"{user[0]}:{user[1]}",
                 network_mode="none",

@@ -56,7 +56,9 @@ def examine(project: Project, runner: Runner, watcher: Watcher) -> tuple[Row, ..
     for name in SEALED:
         sealed = not found[name]
         words = "no" if sealed else "yes" if runner.kind == "container" else "yes (the process runner isolates nothing)"
-        rows.append(Row(what=f"a job has {name.replace('_', ' ')}", found=words, healthy=sealed or runner.kind == "process"))
+        rows.append(
+            Row(what=f"a job has {name.replace('_', ' ')}", found=words, healthy=sealed or runner.kind == "process")
+        )
     rows.append(
         Row(
             what="a job sees secrets",

@@ -71,7 +71,11 @@ def parse_json(data: bytes, *, file: str, limit: int = MAX_DOCUMENT_BYTES) -> An
     """
     if len(data) > limit:
         raise ReleaseError(
-            "MALFORMED_DOCUMENT", "document too large", file=file, expected=f"at most {limit} bytes", actual=f"{len(data)}"
+            "MALFORMED_DOCUMENT",
+            "document too large",
+            file=file,
+            expected=f"at most {limit} bytes",
+            actual=f"{len(data)}",
         )
     try:
         text = data.decode("utf-8")

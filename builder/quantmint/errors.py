@@ -49,7 +49,9 @@ CODES: dict[str, Code] = {
     ),
     "INVALID_ARGUMENT": Code(Exit.USER_INPUT, "A command-line argument cannot be used.", "See --help of the verb."),
     "SOURCE_MISSING": Code(
-        Exit.USER_INPUT, "The source directory or one of its files does not exist.", "Check the source uri of the recipe."
+        Exit.USER_INPUT,
+        "The source directory or one of its files does not exist.",
+        "Check the source uri of the recipe.",
     ),
     "SOURCE_CHANGED": Code(
         Exit.INTEGRITY,
@@ -89,12 +91,16 @@ CODES: dict[str, Code] = {
         "Read the differences listed; the exporter dropped, renamed or resized tensors.",
     ),
     "UNSUPPORTED_MODEL": Code(
-        Exit.USER_INPUT, "The model configuration is of an architecture that is not known here.", "See `model` of the recipe."
+        Exit.USER_INPUT,
+        "The model configuration is of an architecture that is not known here.",
+        "See `model` of the recipe.",
     ),
     # documents received
     "DUPLICATE_KEY": Code(Exit.INTEGRITY, "A JSON document names one key twice.", "Do not trust this document."),
     "MALFORMED_DOCUMENT": Code(
-        Exit.INTEGRITY, "A received document cannot be read as what it claims to be.", "Fetch it again; do not trust it."
+        Exit.INTEGRITY,
+        "A received document cannot be read as what it claims to be.",
+        "Fetch it again; do not trust it.",
     ),
     # environment
     "ENGINE_UNREACHABLE": Code(
@@ -102,7 +108,9 @@ CODES: dict[str, Code] = {
         "No Docker engine answers.",
         "Start the engine, set DOCKER_HOST, or use --runner process (grade: development).",
     ),
-    "ENGINE_ERROR": Code(Exit.ENVIRONMENT, "The Docker engine refused or failed a request.", "Read the engine's message."),
+    "ENGINE_ERROR": Code(
+        Exit.ENVIRONMENT, "The Docker engine refused or failed a request.", "Read the engine's message."
+    ),
     "IMAGE_ABSENT": Code(
         Exit.ENVIRONMENT,
         "A pinned image is neither in the engine nor in its registry.",
@@ -114,9 +122,13 @@ CODES: dict[str, Code] = {
         "Pin a digest for this platform, or run on the platform of the pin.",
     ),
     "IMAGE_UNPINNED": Code(
-        Exit.ENVIRONMENT, "No digest is pinned for an image on this platform.", "Build and pin it: `quantmint images build`."
+        Exit.ENVIRONMENT,
+        "No digest is pinned for an image on this platform.",
+        "Build and pin it: `quantmint images build`.",
     ),
-    "IMAGE_BUILD_FAILED": Code(Exit.ENVIRONMENT, "Building an image failed.", "Read the build log that the message names."),
+    "IMAGE_BUILD_FAILED": Code(
+        Exit.ENVIRONMENT, "Building an image failed.", "Read the build log that the message names."
+    ),
     "LOCK_MISSING": Code(
         Exit.ENVIRONMENT, "An image has no hash-locked requirements file.", "Run `quantmint images lock`."
     ),
@@ -126,13 +138,19 @@ CODES: dict[str, Code] = {
         "Install that Python, or use a Docker engine and --runner container.",
     ),
     "ENVIRONMENT_BROKEN": Code(
-        Exit.ENVIRONMENT, "A virtual environment could not be made.", "Read the message; then run again: it is made anew."
+        Exit.ENVIRONMENT,
+        "A virtual environment could not be made.",
+        "Read the message; then run again: it is made anew.",
     ),
     "WHEELS_UNAVAILABLE": Code(
-        Exit.REMOTE, "Hash-locked wheels could not be fetched.", "Check the network and the package index, then run again."
+        Exit.REMOTE,
+        "Hash-locked wheels could not be fetched.",
+        "Check the network and the package index, then run again.",
     ),
     "DISK_FULL": Code(
-        Exit.ENVIRONMENT, "The disk is full.", "Free space, or move the store with QUANTMINT_STORE; then run again: it resumes."
+        Exit.ENVIRONMENT,
+        "The disk is full.",
+        "Free space, or move the store with QUANTMINT_STORE; then run again: it resumes.",
     ),
     "STORE_CORRUPT": Code(
         Exit.INTEGRITY,
@@ -150,16 +168,24 @@ CODES: dict[str, Code] = {
     ),
     "STAGE_FAILED": Code(Exit.ENVIRONMENT, "A stage reported an error.", "Read its log with `quantmint logs STAGE`."),
     "STAGE_DEADLINE": Code(
-        Exit.ENVIRONMENT, "A stage ran past its deadline and was killed.", "Raise its deadline in the recipe, or look at its log."
+        Exit.ENVIRONMENT,
+        "A stage ran past its deadline and was killed.",
+        "Raise its deadline in the recipe, or look at its log.",
     ),
     "STAGE_OUT_OF_MEMORY": Code(
-        Exit.ENVIRONMENT, "A stage was killed for memory.", "Raise its memory limit in the recipe, or use a larger machine."
+        Exit.ENVIRONMENT,
+        "A stage was killed for memory.",
+        "Raise its memory limit in the recipe, or use a larger machine.",
     ),
     "OUTPUT_MISSING": Code(
-        Exit.INTEGRITY, "A stage did not write an output that it declares.", "This is a defect of the stage; keep its log."
+        Exit.INTEGRITY,
+        "A stage did not write an output that it declares.",
+        "This is a defect of the stage; keep its log.",
     ),
     "OUTPUT_UNDECLARED": Code(
-        Exit.INTEGRITY, "A stage wrote something that it does not declare.", "This is a defect of the stage; keep its log."
+        Exit.INTEGRITY,
+        "A stage wrote something that it does not declare.",
+        "This is a defect of the stage; keep its log.",
     ),
     "GATE_FAILED": Code(
         Exit.GATE_FAILED,
@@ -167,10 +193,14 @@ CODES: dict[str, Code] = {
         "Read the reasons and the raw evidence that the message names.",
     ),
     "GATE_INCONCLUSIVE": Code(
-        Exit.INCONCLUSIVE, "A gate could not decide; nothing was published.", "Read the reasons; measure again with more data."
+        Exit.INCONCLUSIVE,
+        "A gate could not decide; nothing was published.",
+        "Read the reasons; measure again with more data.",
     ),
     # keys and signatures
-    "KEY_MISSING": Code(Exit.USER_INPUT, "The key file does not exist.", "Check the path; `quantmint keys generate` makes one."),
+    "KEY_MISSING": Code(
+        Exit.USER_INPUT, "The key file does not exist.", "Check the path; `quantmint keys generate` makes one."
+    ),
     "KEY_INVALID": Code(
         Exit.USER_INPUT, "The file is not a key of a supported kind.", "Use an ECDSA P-256 key in PEM form."
     ),
@@ -184,7 +214,9 @@ CODES: dict[str, Code] = {
         Exit.INTEGRITY, "The package carries no release statement.", "Fetch the package again, or do not trust it."
     ),
     "SIGNATURE_INVALID": Code(
-        Exit.INTEGRITY, "The signature does not fit the statement and the key.", "Check that the key is the publisher's."
+        Exit.INTEGRITY,
+        "The signature does not fit the statement and the key.",
+        "Check that the key is the publisher's.",
     ),
     "SEAL_REFUSED": Code(
         Exit.INTEGRITY,

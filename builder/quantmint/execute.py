@@ -197,7 +197,10 @@ def _truth(path: Path, stage: Stage, key: str, ended: Ended) -> JobReport:
                 expected=f"at most {stage.hints.memory} bytes",
             )
         raise ReleaseError(
-            "BROKEN_WORKER", f"stage {stage.name} ended without a report", expected="a report", actual=f"exit code {ended.exit_code}"
+            "BROKEN_WORKER",
+            f"stage {stage.name} ended without a report",
+            expected="a report",
+            actual=f"exit code {ended.exit_code}",
         )
     data = path.read_bytes()
     parse_json(data, file=REPORT, limit=MAX_REPORT_BYTES)

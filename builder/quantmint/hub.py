@@ -29,7 +29,9 @@ def _translated(doing: str) -> Iterator[None]:
         yield
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
         raise ReleaseError(
-            "SOURCE_MISSING", f"{doing}: the Hub has no such repository, revision or file", hint="Check the source uri, and access."
+            "SOURCE_MISSING",
+            f"{doing}: the Hub has no such repository, revision or file",
+            hint="Check the source uri, and access.",
         ) from error
     except Exception as error:
         ours = isinstance(error, errors.HfHubHTTPError | errors.OfflineModeIsEnabled | ConnectionError)
@@ -67,13 +69,17 @@ def fetch(
     with _translated(f"asking for {repository}"):
         info = api.model_info(repository, revision=commit, files_metadata=True)
     if info.sha != commit:
-        raise ReleaseError("SOURCE_UNPINNED", f"{repository} resolved to another commit", expected=commit, actual=str(info.sha))
+        raise ReleaseError(
+            "SOURCE_UNPINNED", f"{repository} resolved to another commit", expected=commit, actual=str(info.sha)
+        )
     siblings = sorted(info.siblings or [], key=lambda sibling: str(sibling.rfilename))
     for done, sibling in enumerate(siblings):
         name = sibling.rfilename
         why = illegal_because(name)
         if why is not None:
-            raise ReleaseError("ILLEGAL_PATH", f"{repository} names an illegal path {name[:200]!r}: {why}", file=name[:200])
+            raise ReleaseError(
+                "ILLEGAL_PATH", f"{repository} names an illegal path {name[:200]!r}: {why}", file=name[:200]
+            )
         place = target / name
         if not (place.is_file() and _is(place, sibling)):
             with _translated(f"fetching {name}"):
@@ -81,7 +87,10 @@ def fetch(
             if not _is(place, sibling):
                 expected = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
                 raise ReleaseError(
-                    "SOURCE_CHANGED", f"{name} arrived with other bytes than the commit has", file=name, expected=str(expected)
+                    "SOURCE_CHANGED",
+                    f"{name} arrived with other bytes than the commit has",
+                    file=name,
+                    expected=str(expected),
                 )
         if progress is not None:
             progress(name, done + 1, len(siblings))

@@ -216,7 +216,7 @@ def listing(*, root: Path, pins: Pins) -> tuple[Listed, ...]:
     return tuple(rows)
 
 
-def build(  # noqa: PLR0913  what the command line offers, one to one
+def build(
     names: Iterable[str] = (),
     *,
     root: Path,

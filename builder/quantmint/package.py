@@ -16,7 +16,16 @@ from quantmint.errors import ReleaseError
 from quantmint.evidence import Evidence, EvidenceFile, Verdict, judge
 from quantmint.execute import Finished
 from quantmint.geometry import Geometry
-from quantmint.manifest import Builder, Grade, Overlay, Predicate, Quantization, SkippedGate, Source, development_because
+from quantmint.manifest import (
+    Builder,
+    Grade,
+    Overlay,
+    Predicate,
+    Quantization,
+    SkippedGate,
+    Source,
+    development_because,
+)
 from quantmint.placement import Placement
 from quantmint.plan import Plan
 from quantmint.project import Prepared
@@ -44,7 +53,8 @@ def evidence_of(plan: Plan, done: Mapping[str, Finished], skipped: tuple[str, ..
             found.append(
                 Evidence(
                     gate=entry.stage, target=target, verdict=verdict, reasons=reasons, thresholds=entry.thresholds,
-                    measurements=report.measurements, environment=report.environment, files=files, stage_key=finished.key,
+                    measurements=report.measurements, environment=report.environment, files=files,
+                    stage_key=finished.key,
                 )
             )  # fmt: skip
         elif entry.stage in skipped:

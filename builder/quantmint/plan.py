@@ -249,7 +249,8 @@ def _forecast_quantize(placement: Placement, geometry: Geometry) -> _Forecast:
         if entry.source is None:
             key = ("KV-cache scales", "FP8")
         else:
-            key = (TITLES[entry.source.role], FORMS[entry.precision])
+            form = entry.spec.dtype if entry.copied else FORMS[entry.precision]
+            key = (TITLES[entry.source.role], form)
         groups.setdefault(key, []).append(entry)
     components = [
         Component(
@@ -280,7 +281,7 @@ def _forecast_tiers(recipe: Recipe, geometry: Geometry) -> _Forecast:
     codes = f"{label_tail}, EXL3 {tail.bits}-bit trellis"
     for tensor in geometry.tensors:
         if tensor.role is not Role.ROUTED_EXPERTS:
-            others.setdefault(f"{TITLES[tensor.role]}, BF16", []).append(tensor)
+            others.setdefault(f"{TITLES[tensor.role]}, {tensor.spec.dtype}", []).append(tensor)
             specs.append(tensor.spec)
         elif tensor.expert is not None and tensor.expert < hot_count:
             made = tiers.compressed(tensor.spec)
@@ -499,7 +500,7 @@ def _tree(name: str) -> Output:
     return Output(name=name, kind="tree", path=name)
 
 
-def _stage(  # noqa: PLR0913  one argument a field
+def _stage(
     name: str,
     kind: Literal["fetch", "build", "check", "gate"],
     handler: str,
@@ -523,7 +524,7 @@ def _stage(  # noqa: PLR0913  one argument a field
     )  # fmt: skip
 
 
-def make_plan(  # noqa: PLR0913  what a plan depends on, and nothing else
+def make_plan(
     recipe: Recipe,
     *,
     file: str,
@@ -592,7 +593,7 @@ def make_plan(  # noqa: PLR0913  what a plan depends on, and nothing else
     )
 
 
-def _expected(  # noqa: PLR0913, PLR0917  what the estimate depends on
+def _expected(
     recipe: Recipe,
     geometry: Geometry,
     forecast: _Forecast,

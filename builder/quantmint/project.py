@@ -128,7 +128,9 @@ class Project:
         pinned[worker.digest] = worker
         overlay = None
         if recipe.overlay is not None and (self.root / legal_path(recipe.overlay.path)).is_dir():
-            overlay = Tree.of([self.store.add_file(overlay_wheel(self.root / recipe.overlay.path, self.store.folder("wheels")))])
+            overlay = Tree.of(
+                [self.store.add_file(overlay_wheel(self.root / recipe.overlay.path, self.store.folder("wheels")))]
+            )
             wheels["overlay"] = overlay.digest
             pinned[overlay.digest] = overlay
         sources = {
@@ -165,6 +167,8 @@ def _engines(store: Store, overlay: Tree) -> tuple[str, ...]:
     with zipfile.ZipFile(store.blob(overlay.artifacts[0].digest)) as wheel:
         name = next((entry for entry in wheel.namelist() if entry.endswith("/overlay.toml")), None)
         if name is None:
-            raise ReleaseError("SOURCE_MISSING", "the overlay's wheel holds no overlay.toml", file=overlay.artifacts[0].path)
+            raise ReleaseError(
+                "SOURCE_MISSING", "the overlay's wheel holds no overlay.toml", file=overlay.artifacts[0].path
+            )
         engines = tomllib.loads(wheel.read(name).decode("utf-8")).get("engines", [])
     return tuple(f"{engine['distribution']} {engine['version']}" for engine in engines)

@@ -54,7 +54,9 @@ def require_free(out: Path, release: str) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
-        raise ReleaseError("OUTPUT_NOT_EMPTY", "the output is not a folder", file=str(out), expected="a folder or nothing")
+        raise ReleaseError(
+            "OUTPUT_NOT_EMPTY", "the output is not a folder", file=str(out), expected="a folder or nothing"
+        )
     if not any(out.iterdir()):
         return
     try:
@@ -62,7 +64,10 @@ def require_free(out: Path, release: str) -> None:
         listing = list_package(out)
     except ReleaseError:
         raise ReleaseError(
-            "OUTPUT_NOT_EMPTY", "the output folder is not empty and no package", file=str(out), expected=f"empty, or release {release}"
+            "OUTPUT_NOT_EMPTY",
+            "the output folder is not empty and no package",
+            file=str(out),
+            expected=f"empty, or release {release}",
         ) from None
     if there.predicate.release != release:
         raise ReleaseError(
@@ -77,7 +82,10 @@ def require_free(out: Path, release: str) -> None:
     if foreign or listing.findings:
         name = foreign[0] if foreign else str(listing.findings[0].file)
         raise ReleaseError(
-            "OUTPUT_NOT_EMPTY", f"the output folder holds {name}, which is not part of the package", file=str(out), actual=name
+            "OUTPUT_NOT_EMPTY",
+            f"the output folder holds {name}, which is not part of the package",
+            file=str(out),
+            actual=name,
         )
 
 

@@ -35,7 +35,14 @@ class Receipt:
 
 
 def release(
-    project: Project, prepared: Prepared, walk: Walk, choice: Choice, *, out: Path, signer: Signer | None, epoch: int = 0
+    project: Project,
+    prepared: Prepared,
+    walk: Walk,
+    choice: Choice,
+    *,
+    out: Path,
+    signer: Signer | None,
+    epoch: int = 0,
 ) -> Receipt:
     """Build, gate, seal, publish and verify; without `signer` with a throw-away key and grade `development`.
 
@@ -50,7 +57,9 @@ def release(
     done: dict[str, Finished] = {}
     for stage in choice.stages(plan):
         host = stage.kind == "fetch"
-        done[stage.name] = take(project, prepared, walk, stage) if host else walk.execute(stage, done, fresh=choice.fresh(stage.name))
+        done[stage.name] = (
+            take(project, prepared, walk, stage) if host else walk.execute(stage, done, fresh=choice.fresh(stage.name))
+        )
         if stage.kind == "check":
             demand_passed(evidence_of(plan, done, choice.skipped), project.store, name)
     evidence = evidence_of(plan, done, choice.skipped)
@@ -78,7 +87,9 @@ def take(project: Project, prepared: Prepared, walk: Walk, stage: Stage) -> Fini
     walk.watcher.started(stage.name, key=key)
 
     def notice(text: str, done: int, total: int) -> None:
-        walk.watcher.event(stage.name, {"event": "progress", "text": text, "done": done, "total": total, "unit": "files"})
+        walk.watcher.event(
+            stage.name, {"event": "progress", "text": text, "done": done, "total": total, "unit": "files"}
+        )
 
     trees = {
         name: fetch(name, source, root=project.root, store=project.store, recipe=recipe.file, notice=notice)

@@ -30,7 +30,9 @@ def rerender(package: Path) -> bytes:
     recipe = Recipe.parse(_text(package, "evidence/recipe.toml").decode("utf-8"), file="evidence/recipe.toml")
     plan = receive(Plan, _text(package, "evidence/plan.json"), file="evidence/plan.json")
     evidence = tuple(author_value(Evidence, gate, file="release.sigstore.json") for gate in predicate["gates"])
-    overlay = author_value(Overlay, predicate["overlay"], file="release.sigstore.json") if "overlay" in predicate else None
+    overlay = (
+        author_value(Overlay, predicate["overlay"], file="release.sigstore.json") if "overlay" in predicate else None
+    )
     grade, reasons = grade_of(plan, evidence, signed=predicate["grade"] == "release")
     return render(recipe, plan, evidence, overlay=overlay, grade=grade, reasons=reasons)
 

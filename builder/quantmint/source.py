@@ -1,4 +1,4 @@
-"""Fetching: sources become trees of the store, pinned by digest or commit, every weight file's header parsed on the way.
+"""Fetching: sources become trees of the store, pinned by digest or commit, every weight file's header parsed.
 
 The only stage that runs on the host, because only the host has a network. A source that is not what was pinned, or
 whose weight files are not what they say, goes no further.
@@ -28,7 +28,11 @@ def tree_at(root: Path, source: Source) -> Tree:
     folder = root / legal_path(source.path)
     if not folder.is_dir():
         raise ReleaseError(
-            "SOURCE_MISSING", "the source folder does not exist", file=source.path, expected="a folder", actual="nothing"
+            "SOURCE_MISSING",
+            "the source folder does not exist",
+            file=source.path,
+            expected="a folder",
+            actual="nothing",
         )
     tree = hash_tree(folder)
     if not tree.artifacts:
@@ -107,4 +111,3 @@ def _parse_weights(folder: Path, tree: Tree) -> None:
     if headers:
         index = folder / INDEX_FILE
         TensorIndex.of(headers, index.read_bytes() if index.is_file() else None)
-

@@ -130,9 +130,7 @@ class JobReport(Document):
     error: dict[str, Scalar] | None = None
 
 
-def stage_key(
-    stage: Stage, *, inputs: Mapping[str, str], image: str, runner: str, device_class: str
-) -> str:
+def stage_key(stage: Stage, *, inputs: Mapping[str, str], image: str, runner: str, device_class: str) -> str:
     """SHA-256 of the canonical {contract, handler id + version, params, seed, input digests, outputs, image, runner, device class}."""
     return digest_of(
         canonical(

@@ -20,7 +20,10 @@ from quantmint.store import Record, Store
 
 @dataclass(frozen=True)
 class Choice:
-    """`only`: stop after this stage and publish nothing; `skipped`: gates left out; `since`: run anew from this stage on."""
+    """What to do of a plan.
+
+    `only`: stop after this stage and publish nothing. `skipped`: gates left out. `since`: run anew from this stage on.
+    """
 
     only: str | None = None
     skipped: tuple[str, ...] = ()
@@ -37,7 +40,9 @@ class Choice:
         order = tuple(stage.name for stage in plan.stages)
         for name in (only, since, *skip):
             if name is not None and name not in order:
-                raise ReleaseError("INVALID_ARGUMENT", f"the plan has no stage {name!r}", expected=", ".join(order), actual=name)
+                raise ReleaseError(
+                    "INVALID_ARGUMENT", f"the plan has no stage {name!r}", expected=", ".join(order), actual=name
+                )
         for name in skip:
             if plan.stage(name).kind != "gate":
                 raise ReleaseError(
@@ -72,14 +77,17 @@ def preflight(plan: Plan, store: Store, choice: Choice, *, device_class: str) ->
     """Refuse at once what could only fail later.
 
     Raises:
-        ReleaseError: NOT_RUNNABLE_HERE for handlers that this version lacks and gates of other devices; SOURCE_UNPINNED; DISK_FULL when less is
-            free than the plan expects at its peak.
+        ReleaseError: SOURCE_UNPINNED; NOT_RUNNABLE_HERE for handlers that this version lacks and gates of other
+            devices; DISK_FULL when less is free than the plan expects at its peak.
     """
     lacking = [stage for stage in choice.stages(plan) if stage.handler in plan.not_runnable]
     unpinned = [source for source in plan.sources if not source.pinned]
     if unpinned:
         raise ReleaseError(
-            "SOURCE_UNPINNED", f"source {unpinned[0].name} is not pinned", expected="a digest or a full commit", actual=unpinned[0].uri
+            "SOURCE_UNPINNED",
+            f"source {unpinned[0].name} is not pinned",
+            expected="a digest or a full commit",
+            actual=unpinned[0].uri,
         )
     if lacking:
         raise ReleaseError(

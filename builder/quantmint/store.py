@@ -55,7 +55,7 @@ def disk_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ReleaseError(
-                "DISK_FULL", "the disk is full", file=os.path.basename(str(error.filename or "")) or None
+                "DISK_FULL", "the disk is full", file=Path(str(error.filename or "")).name or None
             ) from error
         raise
 
@@ -323,9 +323,10 @@ def clear(folder: Path) -> None:
     """Remove a folder of the store, also where a container left files of another user."""
 
     def writable(_function: object, path: str, _info: object) -> None:
+        entry = Path(path)
         with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            os.unlink(path) if not os.path.isdir(path) else os.rmdir(path)
+            entry.parent.chmod(0o700)
+            entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     if folder.exists():
         shutil.rmtree(folder, onerror=writable)

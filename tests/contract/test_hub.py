@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -25,10 +26,10 @@ FILES = {"config.json": b'{"model_type": "laguna"}', "model.safetensors": WEIGHT
 class Hub(BaseHTTPRequestHandler):
     """The three answers of the Hub that fetching needs."""
 
-    files: dict[str, bytes] = FILES
-    lies: dict[str, bytes] = {}
+    files: ClassVar[dict[str, bytes]] = FILES
+    lies: ClassVar[dict[str, bytes]] = {}
     sha = COMMIT
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
 
     def log_message(self, *_: object) -> None: ...
 
@@ -60,12 +61,19 @@ class Hub(BaseHTTPRequestHandler):
             row: dict[str, object] = {
                 "rfilename": name,
                 "size": len(data),
-                "blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
+                "blobId": hashlib.sha1(usedforsecurity=False, string=b"blob %d\0" % len(data) + data).hexdigest(),
             }
             if name.endswith(".safetensors"):
                 row["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
             rows.append(row)
-        return {"id": "org/model", "modelId": "org/model", "sha": self.sha, "siblings": rows, "private": False, "tags": []}
+        return {
+            "id": "org/model",
+            "modelId": "org/model",
+            "sha": self.sha,
+            "siblings": rows,
+            "private": False,
+            "tags": [],
+        }
 
     def send(self, status: int, data: bytes, headers: dict[str, str], *, body: bool) -> None:
         self.send_response(status)
@@ -171,7 +179,10 @@ def test_a_pinned_folder_is_taken_and_a_changed_file_is_named(tmp_path: Path) ->
     ("data", "code"),
     [
         (WEIGHTS[:-4], "CORRUPT_SHARD"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4976698672\n", "LFS_POINTER"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4976698672\n",
+            "LFS_POINTER",
+        ),
     ],
 )
 def test_a_corrupt_shard_goes_no_further(tmp_path: Path, data: bytes, code: str) -> None:

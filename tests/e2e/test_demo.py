@@ -53,12 +53,16 @@ class Demo:
         return done
 
     def release(self, *arguments: str, code: int = 0) -> Any:
-        done = self.run("release", "demo", "--json", "--progress", "plain", "--out", str(self.package), *arguments, code=code)
+        done = self.run(
+            "release", "demo", "--json", "--progress", "plain", "--out", str(self.package), *arguments, code=code
+        )
         return json.loads(done.stdout)
 
 
 def containers() -> list[str]:
-    done = subprocess.run(["docker", "ps", "-aq", "--filter", "label=dev.quantmint.job"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["docker", "ps", "-aq", "--filter", "label=dev.quantmint.job"], capture_output=True, text=True, check=True
+    )
     return done.stdout.split()
 
 
@@ -97,12 +101,14 @@ def test_a_killed_run_is_resumed_and_leaves_no_container(demo: tuple[Demo, Any])
 
 def test_every_gate_passed_and_the_raw_evidence_is_in_the_package(demo: tuple[Demo, Any]) -> None:
     made, receipt = demo
-    assert {gate["gate"]: gate["verdict"] for gate in receipt["gates"]} == dict.fromkeys(("check", "load", "api"), "PASSED")
+    assert {gate["gate"]: gate["verdict"] for gate in receipt["gates"]} == dict.fromkeys(
+        ("check", "load", "api"), "PASSED"
+    )
     names = {path.relative_to(made.package).as_posix() for path in made.package.rglob("*") if path.is_file()}
     wanted = {
         "README.md", "LICENSE", "config.json", "model.safetensors.index.json", "release.sigstore.json", "model.sig",
-        "launch/cpu.toml", "evidence/api/transcript.jsonl", "evidence/load/parameters.jsonl", "evidence/check/tensors.jsonl",
-        "evidence/plan.json", "evidence/recipe.toml",
+        "launch/cpu.toml", "evidence/api/transcript.jsonl", "evidence/load/parameters.jsonl",
+        "evidence/check/tensors.jsonl", "evidence/plan.json", "evidence/recipe.toml",
     }  # fmt: skip
     assert wanted <= names
     assert not [name for name in names if name.startswith(".")]
@@ -120,7 +126,14 @@ def test_no_path_or_host_of_this_machine_is_in_the_package(demo: tuple[Demo, Any
 def test_it_verifies_with_ours_and_with_the_stock_tool(demo: tuple[Demo, Any]) -> None:
     made, _ = demo
     assert "verified demo" in made.run("verify", str(made.package), "--key", str(made.key)).stdout
-    stock = [str(BIN / "model_signing"), "verify", "key", str(made.package), "--signature", str(made.package / "model.sig")]
+    stock = [
+        str(BIN / "model_signing"),
+        "verify",
+        "key",
+        str(made.package),
+        "--signature",
+        str(made.package / "model.sig"),
+    ]
     done = subprocess.run([*stock, "--public_key", str(made.key)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -131,10 +144,12 @@ def test_the_verify_image_verifies_it_too(demo: tuple[Demo, Any]) -> None:
     made, _ = demo
     pins = parse_pins(Path(os.environ["QUANTMINT_PINS"]).read_text("utf-8"), file="pins.toml")
     mounts = [
-        "--mount", f"type=bind,src={made.package},dst=/package,readonly", "--mount", f"type=bind,src={made.key},dst=/key.pub,readonly",
+        "--mount", f"type=bind,src={made.package},dst=/package,readonly",
+        "--mount", f"type=bind,src={made.key},dst=/key.pub,readonly",
     ]  # fmt: skip
+    sealed = ["docker", "run", "--rm", "--network", "none", "--read-only", *mounts]
     done = subprocess.run(
-        ["docker", "run", "--rm", "--network", "none", "--read-only", *mounts, resolve(pins, "verify", "linux/amd64"), "/package", "--key", "/key.pub"],
+        [*sealed, resolve(pins, "verify", "linux/amd64"), "/package", "--key", "/key.pub"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,7 +160,7 @@ def test_one_flipped_byte_is_named_with_both_digests(demo: tuple[Demo, Any], tmp
     made, _ = demo
     copy = tmp_path / "copy"
     shutil.copytree(made.package, copy)
-    shard = sorted(copy.glob("*.safetensors"))[0]
+    shard = min(copy.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

@@ -132,7 +132,9 @@ def test_the_real_releases_plan_but_do_not_run_here(
     assert found["code"] in ("NOT_RUNNABLE_HERE", "SOURCE_UNPINNED")
 
 
-@pytest.mark.parametrize("arguments", [("--only", "nosuch"), ("--skip", "quantize"), ("--from", "nosuch"), ("--progress", "loud")])
+@pytest.mark.parametrize(
+    "arguments", [("--only", "nosuch"), ("--skip", "quantize"), ("--from", "nosuch"), ("--progress", "loud")]
+)
 def test_arguments_that_do_not_fit_the_plan(
     project: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str]
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 
 from quantmint.document import Document, author, canonical, parse_json
 from quantmint.errors import CODES, Exit, ReleaseError
@@ -19,7 +20,7 @@ class Inner(Document):
 
 class Outer(Document):
     name: str
-    inner: dict[str, Inner] = {}
+    inner: dict[str, Inner] = Field(default_factory=dict)
     rows: tuple[Inner, ...] = ()
 
 
@@ -55,7 +56,8 @@ def test_broken_toml_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b'{"a":1,"a":2}', b'{"a":NaN}', b"\xff", b"{", b"[" * 100 + b"]" * 100, b"[" * 200_000, b'{"a":1}' + b" " * 100]
+    "data",
+    [b'{"a":1,"a":2}', b'{"a":NaN}', b"\xff", b"{", b"[" * 100 + b"]" * 100, b"[" * 200_000, b'{"a":1}' + b" " * 100],
 )
 def test_hostile_json_is_refused(data: bytes) -> None:
     with pytest.raises(ReleaseError) as caught:
@@ -70,7 +72,12 @@ def test_a_late_duplicate_in_a_large_object_is_found_in_linear_work() -> None:
     assert caught.value.code == "DUPLICATE_KEY"
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers(-(2**53) + 1, 2**53 - 1) | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**53) + 1, 2**53 - 1) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
 def test_canonical_bytes_read_back_and_are_stable(value: object) -> None:
     data = canonical(value)  # type: ignore[arg-type]
     assert json.loads(data) == value

@@ -18,7 +18,8 @@ LATE = (*HEAVY, "pydantic", "cryptography", "jinja2", "rich", "hatchling", "requ
 
 
 def imported(code: str, *arguments: str) -> set[str]:
-    script = f"{code}\nimport json, sys\nsys.stderr.write(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    told = "sys.stderr.write(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    script = f"{code}\nimport json, sys\n{told}"
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
     return set(json.loads(done.stderr))
 

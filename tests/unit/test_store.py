@@ -96,7 +96,9 @@ def test_clear_removes_read_only_folders(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("path", ["/a", "a//b", "../a", "a/../b", "a\\b", "c:a", "a\n", "nul", "a.", "a/", "", "e\u0301", "x" * 256])
+@pytest.mark.parametrize(
+    "path", ["/a", "a//b", "../a", "a/../b", "a\\b", "c:a", "a\n", "nul", "a.", "a/", "", "e\u0301", "x" * 256]
+)
 def test_illegal_paths(path: str) -> None:
     assert illegal_because(path)
 

@@ -131,7 +131,7 @@ def _config(config: Any, checkpoint: Path, audit: _Audit) -> None:
         audit.found("config_changed", "config.json changes fields of the source", file="config.json")
 
 
-def _tensors(  # noqa: PLR0913, PLR0917  two checkpoints, their indexes, and where findings go
+def _tensors(
     placement: Placement,
     source: Path,
     origin: TensorIndex,
@@ -178,7 +178,7 @@ def _tensors(  # noqa: PLR0913, PLR0917  two checkpoints, their indexes, and whe
     emit("progress", done=len(stored), total=len(stored), unit="tensors")
 
 
-def _unchanged(  # noqa: PLR0913, PLR0917  one tensor on both sides
+def _unchanged(
     entry: Stored, source: Path, origin: TensorIndex, found: TensorEntry, digest: str, audit: _Audit
 ) -> None:
     name = entry.spec.name

@@ -193,7 +193,7 @@ def _forward(params: Mapping[str, Any], inputs: Mapping[str, Path]) -> Callable[
     return loop
 
 
-def _write_weights(  # noqa: PLR0913, PLR0917  where each tensor comes from and goes to
+def _write_weights(
     placement: Placement, source: Path, index: TensorIndex, exported: Path, target: Path, limit: int
 ) -> Mapping[str, Scalar]:
     """Write shards and index: quantized tensors from the export, all others from the ranges of the source's files."""

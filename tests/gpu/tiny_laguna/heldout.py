@@ -7,7 +7,7 @@ Usage: heldout.py MODEL [--device cpu|cuda] [--count 100] [--json FILE]. Exit co
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import platform
 import shutil
@@ -37,7 +37,7 @@ def hub_messages(messages: list[tasks.Message]) -> list[tasks.Message]:
 def where(device: str) -> dict[str, str]:
     """The machine of a run, without its name."""
     out = {"device": device, "torch": torch.__version__, "transformers": transformers.__version__,
-           "date": datetime.datetime.now(datetime.UTC).date().isoformat()}  # fmt: skip
+           "date": dt.datetime.now(dt.UTC).date().isoformat()}  # fmt: skip
     if device.startswith("cuda"):
         out["name"] = torch.cuda.get_device_name()
         if tool := shutil.which("nvidia-smi"):

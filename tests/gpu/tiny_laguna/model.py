@@ -270,8 +270,8 @@ class TinyLaguna(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Published names: one tensor per expert; BF16 but for the float32 selection bias."""
         out: dict[str, Tensor] = {}
-        for name, p in self.state_dict().items():
-            p = p.detach().cpu()
+        for name, held in self.state_dict().items():
+            p = held.detach().cpu()
             prefix = name.rsplit(".", 1)[0]
             if name.endswith("mlp.bias"):
                 out[f"model.{prefix}.experts.e_score_correction_bias"] = p.float().clone()
