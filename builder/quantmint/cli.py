@@ -147,9 +147,7 @@ def _references(project: Project, needed: tuple[str, ...], platform: str, shown:
             absent.append(name)
     buildable = [name for name in absent if name in IMAGES]
     if buildable and not os.environ.get("QUANTMINT_PINS"):
-        say(
-            f"Images not built yet on this machine: {', '.join(buildable)}. Building them once takes some minutes."
-        )
+        say(f"Images not built yet on this machine: {', '.join(buildable)}. Building them once takes some minutes.")
         pins = build(
             buildable,
             root=project.root,

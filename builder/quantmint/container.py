@@ -162,13 +162,15 @@ class ContainerRunner:
             raise ReleaseError("IMAGE_ABSENT", f"the engine has image {image} under another digest", expected=reference)
 
     def _pull(self, image: str, reference: str) -> Any:
+        """Pull by digest. docker-py's `images.pull` ignores errors in the stream, so the stream is read here."""
         repository, _, digest = reference.partition("@")
         with engine_errors(f"pulling image {image}"):
-            for line in self._client.api.pull(repository, tag=digest, stream=True, decode=True):
-                if "error" in line:
-                    raise ReleaseError(
-                        "IMAGE_ABSENT", f"pulling image {image}: {line['error']}", expected=reference, actual="absent"
-                    )
+            try:
+                for line in self._client.api.pull(repository, tag=digest, stream=True, decode=True):
+                    if "error" in line:
+                        raise _absent(image, reference, str(line["error"]))
+            except docker.errors.APIError as error:
+                raise _absent(image, reference, str(error.explanation or error)) from error
             return self._client.images.get(reference)
 
     def run(self, folder: Path, image: str, hints: Hints, log: Path, on_event: OnEvent) -> Ended:
@@ -250,6 +252,15 @@ class ContainerRunner:
         return removed
 
 
+def _absent(image: str, reference: str, said: str) -> ReleaseError:
+    return ReleaseError(
+        "IMAGE_ABSENT",
+        f"image {image} is not in the engine and could not be pulled: {said}"[:500],
+        expected=reference,
+        actual="absent",
+    )
+
+
 def _prepare_owner(folder: Path) -> tuple[int, int]:
     """User and group of the container: this user, or an unprivileged one to whom root gives the job's two folders."""
     if os.geteuid() != 0:
@@ -286,7 +297,7 @@ def _streams(container: Any, log: Path, on_event: OnEvent) -> Iterator[None]:
 
 
 def _read_log(source: Iterator[bytes], log: Path) -> None:
-    with log.open("ab") as sink, contextlib.suppress(requests.exceptions.RequestException, OSError, ValueError):
+    with contextlib.suppress(requests.exceptions.RequestException, OSError, ValueError), log.open("ab") as sink:
         for chunk in source:
             sink.write(chunk)
             sink.flush()

@@ -21,7 +21,6 @@ CONTRACT: Literal[1] = 1
 
 HANDLERS: dict[str, tuple[str, int]] = {
     "fetch": ("host", 1),
-    "fetch": ("host", 1),
     "quantize/modelopt": ("quantmint.quantize.modelopt", 1),
     "check/checkpoint": ("quantmint.gates.checkpoint", 1),
     "gates/load": ("quantmint.gates.load", 1),
@@ -131,7 +130,10 @@ class JobReport(Document):
 
 
 def stage_key(stage: Stage, *, inputs: Mapping[str, str], image: str, runner: str, device_class: str) -> str:
-    """SHA-256 of the canonical {contract, handler id + version, params, seed, input digests, outputs, image, runner, device class}."""
+    """SHA-256 of the canonical form of everything that decides a stage's outcome, and of nothing else.
+
+    That is: contract, handler id and version, params, seed, input digests, outputs, image, runner, device class.
+    """
     return digest_of(
         canonical(
             {

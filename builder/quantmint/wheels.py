@@ -14,7 +14,8 @@ from quantmint.errors import ReleaseError
 IN_JOBS = frozenset(
     {
         "__init__.py", "py.typed", "artifact.py", "checkpoint.py", "document.py", "errors.py", "evidence.py",
-        "geometry.py",        "launch.py", "placement.py", "stage.py", "tiers.py", "worker.py", "assemble", "calibrate", "gates", "quantize",
+        "geometry.py", "launch.py", "placement.py", "stage.py", "tiers.py", "worker.py",
+        "assemble", "calibrate", "gates", "quantize",
     }
 )  # fmt: skip
 """What of our package jobs import. Changing anything else of it re-executes nothing."""

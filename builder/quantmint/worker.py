@@ -6,17 +6,19 @@ stderr. It imports the handler that the job names from the table in `stage`, and
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import json
 import os
 import platform
+import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import IO
 
 from quantmint.document import author
@@ -50,17 +52,27 @@ def _terminated(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def _trace() -> None:
+    """The traceback of the exception at hand, to the log, unless the log's disk is full."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
+def _module(job: Job) -> ModuleType:
+    name, version = HANDLERS[job.handler]
+    if version != job.version:
+        raise ReleaseError(
+            "STAGE_FAILED", f"{job.handler}: another version", expected=str(job.version), actual=str(version)
+        )
+    return importlib.import_module(name)
+
+
 def perform(folder: Path, emit: _Events) -> JobReport:
     """Run the job in `folder` and return its report; never raises for what a handler did."""
     job = author(Job, (folder / "job.json").read_text("utf-8"), file="job.json", syntax="json")
     environment: dict[str, Scalar] = {"python": platform.python_version(), "machine": platform.machine()}
     try:
-        module_name, version = HANDLERS[job.handler]
-        if version != job.version:
-            raise ReleaseError(
-                "STAGE_FAILED", f"{job.handler}: version differs", expected=str(job.version), actual=str(version)
-            )
-        module = importlib.import_module(module_name)
+        module = _module(job)
         run: Handler = module.run
         inputs = {entry.name: folder / entry.path for entry in job.inputs}
         measurements = run(job.params, inputs, folder / "out", folder / "scratch", emit)
@@ -68,17 +80,17 @@ def perform(folder: Path, emit: _Events) -> JobReport:
         if describe is not None:
             environment.update(describe())
     except ReleaseError as error:
-        traceback.print_exc()
+        _trace()
         return _failed(job, environment, dict(error.as_json()))
     except OSError as error:
-        traceback.print_exc()
+        _trace()
         code = "DISK_FULL" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "STAGE_FAILED"
         return _failed(job, environment, {"code": code, "message": f"{type(error).__name__}: {error.strerror}"})
     except MemoryError:
-        traceback.print_exc()
+        _trace()
         return _failed(job, environment, {"code": "STAGE_OUT_OF_MEMORY", "message": "memory ran out"})
     except Exception as error:  # noqa: BLE001  a handler's bug is a failed job with its traceback in the log
-        traceback.print_exc()
+        _trace()
         return _failed(job, environment, {"code": "STAGE_FAILED", "message": f"{type(error).__name__}: {error}"[:2000]})
     return JobReport(
         contract=CONTRACT, key=job.key, status="completed", measurements=dict(measurements), environment=environment
@@ -97,7 +109,13 @@ def _failed(job: Job, environment: Mapping[str, Scalar], error: Mapping[str, Sca
 
 
 def write_report(folder: Path, report: JobReport) -> None:
-    """Write `out/report.json` by rename, so that a report is whole or absent."""
+    """Write `out/report.json` by rename, so that a report is whole or absent.
+
+    A failed job's outputs are removed first: nobody takes them, and a full disk must not silence the report.
+    """
+    if report.status == "failed":
+        for entry in (folder / "out").iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     draft = folder / "scratch" / ".report.json"
     with draft.open("wb") as stream:
         stream.write(report.canonical())

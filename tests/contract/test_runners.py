@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from quantmint.artifact import Tree
+from quantmint.artifact import Tree, digest_of
+from quantmint.document import canonical
 from quantmint.errors import ReleaseError
 from quantmint.execute import Finished, Walk
 from quantmint.process import ProcessRunner, started_at
@@ -63,18 +66,26 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "state")
 
 
-@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.engine)])
-def runner(request: pytest.FixtureRequest, store: Store) -> Iterator[Runner]:
-    if request.param == "process":
+@contextlib.contextmanager
+def made_runner(kind: str, store: Store) -> Iterator[Runner]:
+    if kind == "process":
         yield ProcessRunner(this_environment, store.folder("jobs"))
         return
     from quantmint.container import ContainerRunner, connect
 
     client = connect()
-    runner = ContainerRunner(client, pinned_references(), store.root)
-    yield runner
-    assert not client.containers.list(all=True, filters={"label": f"dev.quantmint.job={runner._scope}"})
-    client.close()
+    try:
+        runner = ContainerRunner(client, pinned_references(), store.root)
+        yield runner
+        assert not client.containers.list(all=True, filters={"label": f"dev.quantmint.job={runner._scope}"})
+    finally:
+        client.close()
+
+
+@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.engine)])
+def runner(request: pytest.FixtureRequest, store: Store) -> Iterator[Runner]:
+    with made_runner(request.param, store) as made:
+        yield made
 
 
 def walk(store: Store, runner: Runner, notes: Notes | None = None) -> tuple[Walk, str, str]:
@@ -180,16 +191,10 @@ def test_scratch_survives_a_broken_worker(store: Store, runner: Runner) -> None:
 
 @pytest.mark.engine
 def test_a_container_out_of_memory_says_so(store: Store) -> None:
-    from quantmint.container import ContainerRunner, connect
-
-    client = connect()
-    try:
-        runner = ContainerRunner(client, pinned_references(), store.root)
+    with made_runner("container", store) as runner:
         with pytest.raises(ReleaseError) as caught:
             run(store, runner, "memory", memory=128 * 1024**2)
         assert caught.value.code == "STAGE_OUT_OF_MEMORY"
-    finally:
-        client.close()
 
 
 KILLED = textwrap.dedent(
@@ -255,3 +260,84 @@ def test_two_builders_at_once_run_a_stage_once(store: Store, runner: Runner) -> 
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(lambda entry: entry[0].execute(job(entry[1], entry[2]), {}), walks))
     assert sorted(finished.cached for finished in done) == [False, True]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["process", pytest.param("container", marks=pytest.mark.engine)])
+def test_a_full_disk_in_a_stage_is_told_and_loses_nothing(small_disk: Path, kind: str) -> None:
+    store = Store(small_disk / "state")
+    with made_runner(kind, store) as runner:
+        with pytest.raises(ReleaseError) as caught:
+            run(store, runner, "disk")
+        assert caught.value.code == "DISK_FULL"
+        assert run(store, runner, "well").record.outputs["copy"]
+
+
+def foreign_image(folder: Path) -> str:
+    """Load an image for arm64 into the engine, made by hand: one empty layer; its ID."""
+    layer = folder / "layer.tar"
+    with tarfile.open(layer, "w"):
+        pass
+    config = {
+        "architecture": "arm64", "os": "linux", "config": {}, "history": [{"created_by": "test"}],
+        "rootfs": {"type": "layers", "diff_ids": [digest_of(layer.read_bytes())]},
+    }  # fmt: skip
+    data = canonical(config)
+    (folder / "config.json").write_bytes(data)
+    (folder / "manifest.json").write_bytes(
+        canonical([{"Config": "config.json", "RepoTags": None, "Layers": ["layer.tar"]}])
+    )
+    with tarfile.open(folder / "image.tar", "w") as archive:
+        for name in ("config.json", "layer.tar", "manifest.json"):
+            archive.add(folder / name, name)
+    subprocess.run(["docker", "load", "-i", str(folder / "image.tar")], capture_output=True, check=True)
+    return digest_of(data)
+
+
+@pytest.mark.engine
+class TestImages:
+    """What the container runner says of images that it cannot run."""
+
+    @pytest.mark.parametrize(
+        ("reference", "code"),
+        [
+            ("sha256:" + "0" * 64, "IMAGE_ABSENT"),
+            (f"{os.environ.get('QUANTMINT_REGISTRY', '127.0.0.1:1')}/quantmint/none@sha256:{'0' * 64}", "IMAGE_ABSENT"),
+        ],
+        ids=["local", "registry"],
+    )
+    def test_an_absent_image(self, store: Store, reference: str, code: str) -> None:
+        assert self.refusal(store, {"verify": reference}).code == code
+
+    def test_an_image_without_a_pin(self, store: Store) -> None:
+        assert self.refusal(store, {}).code == "IMAGE_UNPINNED"
+
+    def test_an_image_of_another_platform(self, store: Store, tmp_path: Path) -> None:
+        image = foreign_image(tmp_path)
+        try:
+            error = self.refusal(store, {"verify": image})
+        finally:
+            subprocess.run(["docker", "rmi", image], capture_output=True, check=True)
+        assert (error.code, error.expected, error.actual) == ("IMAGE_PLATFORM", "linux/amd64", "linux/arm64")
+
+    def refusal(self, store: Store, references: dict[str, str]) -> ReleaseError:
+        from quantmint.container import ContainerRunner, connect
+
+        client = connect()
+        try:
+            with pytest.raises(ReleaseError) as caught:
+                ContainerRunner(client, references, store.root).identity("verify")
+        finally:
+            client.close()
+        return caught.value

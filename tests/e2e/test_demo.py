@@ -209,3 +209,39 @@ def test_two_runs_at_once_do_not_collide(demo: tuple[Demo, Any]) -> None:
         out, err = run.communicate(timeout=600)
         assert run.returncode == 0, out + err
     assert not containers()
+
+
+def test_the_load_gate_fails_where_the_engine_ignores_the_router_bias(demo: tuple[Demo, Any], tmp_path: Path) -> None:
+    """The overlay's fix switched off: vLLM drops the bias without a word, and the gate reads that back."""
+    made, _ = demo
+    recipe = tmp_path / "demo.toml"
+    text = (ROOT / "manifests" / "recipes" / "demo.toml").read_text("utf-8")
+    gate = 'name = "load"\nhandler = "gates/load"\n'
+    assert gate in text
+    recipe.write_text(text.replace(gate, gate + 'params = { disable = ["router-bias"] }\n'), "utf-8")
+    done = made.run("release", str(recipe), "--json", "--only", "load", code=1)
+    error = json.loads(done.stdout)["error"]
+    assert error["code"] == "GATE_FAILED"
+    assert "tensors_different: 3, accepted == 0" in error["actual"]
+    rows = [
+        json.loads(line) for line in (made.work / "state/failed/demo/load/parameters.jsonl").read_text().splitlines()
+    ]
+    different = sorted(row["name"] for row in rows if row["verdict"] == "different")
+    assert different == [f"model.layers.{layer}.mlp.experts.e_score_correction_bias" for layer in (1, 2, 3)]
+
+
+def test_a_gate_that_fails_publishes_nothing_and_leaves_the_last_package(
+    demo: tuple[Demo, Any], tmp_path: Path
+) -> None:
+    made, _ = demo
+    before = (made.package / "release.sigstore.json").read_bytes()
+    recipe = tmp_path / "demo.toml"
+    text = (ROOT / "manifests" / "recipes" / "demo.toml").read_text("utf-8")
+    recipe.write_text(
+        text.replace(
+            '"context_length_served", op = "==", value = 16384', '"context_length_served", op = "==", value = 1'
+        )
+    )
+    done = made.run("release", str(recipe), "--json", "--out", str(made.package), code=1)
+    assert json.loads(done.stdout)["error"]["code"] == "GATE_FAILED"
+    assert (made.package / "release.sigstore.json").read_bytes() == before

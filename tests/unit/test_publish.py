@@ -32,7 +32,6 @@ def test_a_package_appears_whole_and_the_next_replaces_it(tmp_path: Path, predic
 def test_nothing_is_left_when_sealing_fails(tmp_path: Path) -> None:
     out = tmp_path / "dist" / "demo"
 
-
     def half_way() -> None:
         with staging(out) as folder:
             (folder / "half").write_text("x")

@@ -161,9 +161,7 @@ def unequal(suffix):
         ([tensor.spec for tensor in GEOMETRY.tensors], payload_of, "tensors_wrong_shape", 6 + 5),
     ],
 )
-def test_a_wrong_tensor_is_measured(
-    audit, checkpoint, specs, payload, measurement, count
-):
+def test_a_wrong_tensor_is_measured(audit, checkpoint, specs, payload, measurement, count):
     rewrite(checkpoint, specs, payload)
     found, findings, _ = audit()
     assert found[measurement] == count

@@ -172,9 +172,7 @@ def test_calibration_has_one_origin(demo):
         ("hybrid-3.25", "slices = 2", "slices = 16", ("EXL3 slices",)),
     ],
 )
-def test_a_recipe_that_does_not_fit_its_model(
-    root, texts, name, old, new, words
-):
+def test_a_recipe_that_does_not_fit_its_model(root, texts, name, old, new, words):
     recipe = Recipe.parse(swap(texts[name], old, new), file="some.toml")
     geometry = Geometry.of(json.loads((root / recipe.model.config).read_bytes()))
     with pytest.raises(ReleaseError) as caught:

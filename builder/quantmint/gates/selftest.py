@@ -23,28 +23,45 @@ from quantmint.stage import Emit
 
 VERSION = 1
 NOWHERE = ("192.0.2.1", 9)
-"""An address reserved for documentation (RFC 5737): with a network the attempt times out, without one it is refused at once."""
+"""An address reserved for documentation (RFC 5737): it has a route exactly where there is a network."""
 
 
 def run(
     params: Mapping[str, Any], inputs: Mapping[str, Path], out: Path, scratch: Path, emit: Emit
 ) -> Mapping[str, Scalar]:
-    """Copy the input `data` to the output `copy` and measure the isolation; or end in the way `params["ending"]` names."""
+    """Copy the input `data` to the output `copy` and measure the isolation.
+
+    `params["ending"]` names another way to end: one for each promise of the job contract that a job can break.
+    """
     ending = params.get("ending", "well")
     counter = scratch / "attempts"
     attempts = int(counter.read_text()) + 1 if counter.exists() else 1
     counter.write_text(str(attempts))
     emit("progress", done=0, total=1, unit="steps")
+    if not ending.endswith("-once") or attempts == 1:
+        _end(ending.removesuffix("-once"), out, emit)
+    if ending != "missing":
+        shutil.copyfile(inputs["data"], out / "copy")
+    if ending == "undeclared":
+        (out / "surplus").write_text("x")
+    if ending == "link":
+        (out / "copy").unlink()
+        (out / "copy").symlink_to("/etc/passwd")
+    emit("progress", done=1, total=1, unit="steps")
+    return {"attempts": attempts, "bytes": inputs["data"].stat().st_size, **isolation(inputs["data"])}
+
+
+def _end(ending: str, out: Path, emit: Emit) -> None:
     if ending == "error":
         raise ReleaseError("CORRUPT_SHARD", "as asked", file="data", expected="nothing", actual="something")
     if ending == "bug":
         raise RuntimeError("as asked")
-    if ending == "silent" or (ending == "silent-once" and attempts == 1):
+    if ending == "silent":
         os._exit(0)
     if ending == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
         os._exit(128 + signal.SIGKILL)  # the first process of a container cannot be killed from inside it
-    if ending == "sleep" or (ending == "sleep-once" and attempts == 1):
+    if ending == "sleep":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         emit("note", text=f"child {child.pid}")
         time.sleep(600)
@@ -55,15 +72,6 @@ def run(
         with (out / "copy").open("wb") as stream:
             while True:
                 stream.write(bytes(1024 * 1024))
-    if ending != "missing":
-        shutil.copyfile(inputs["data"], out / "copy")
-    if ending == "undeclared":
-        (out / "surplus").write_text("x")
-    if ending == "link":
-        (out / "copy").unlink()
-        (out / "copy").symlink_to("/etc/passwd")
-    emit("progress", done=1, total=1, unit="steps")
-    return {"attempts": attempts, "bytes": inputs["data"].stat().st_size, **isolation(inputs["data"])}
 
 
 def isolation(read_only: Path) -> dict[str, Scalar]:
