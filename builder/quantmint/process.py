@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from quantmint.artifact import digest_of
 from quantmint.document import canonical
-from quantmint.runner import ENVIRONMENT, Ended, OnEvent, RunnerKind, wheels
+from quantmint.runner import ENVIRONMENT, NATIVE, Ended, OnEvent, RunnerKind, wheels
 from quantmint.stage import Hints
 
 Environments = Callable[[str], tuple[Path, str]]
@@ -59,6 +59,7 @@ class ProcessRunner:
     def run(self, folder: Path, image: str, hints: Hints, log: Path, on_event: OnEvent) -> Ended:
         """See `Runner.run`. The memory hint is not enforced here."""
         python, _ = self._environments(image)
+        native = python.parent.parent / NATIVE
         home = folder / "home"
         home.mkdir(exist_ok=True)
         environment = {
@@ -66,6 +67,7 @@ class ProcessRunner:
             "PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(home),
             "TMPDIR": str(home),
+            **({"LD_LIBRARY_PATH": str(native)} if native.is_dir() else {}),
             "PYTHONPATH": ":".join(str(folder / name) for name in wheels(folder)),
         }
         with log.open("ab") as stderr:

@@ -28,6 +28,9 @@ ENVIRONMENT: dict[str, str] = {
 }
 """The whole environment that every job gets, besides PATH, HOME, TMPDIR and PYTHONPATH; nothing of the host's."""
 
+NATIVE = "native"
+"""Folder of a process environment with the shared libraries that the machine lacks."""
+
 CODE_INPUTS = ("worker", "overlay")
 """Inputs that are wheels to import from, in this order."""
 

@@ -6,6 +6,8 @@ is built from source, and an environment is made offline, from the wheelhouse al
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import platform
 import re
@@ -38,7 +40,7 @@ from quantmint.images import (
     parse_wheel,
     render_lock,
 )
-from quantmint.runner import OnEvent
+from quantmint.runner import NATIVE, OnEvent
 from quantmint.store import Store, clear, disk_errors, hash_file
 
 BATCH = 12
@@ -229,8 +231,35 @@ def environment(name: str, *, root: Path, state: Path, on_event: OnEvent) -> tup
         )  # fmt: skip
         site = folder / "lib" / f"python{PYTHON}" / "site-packages"
         _python([str(python), str(finish), str(site), *[f"{alias}={of}" for alias, of in image.provides]])
+        for library, package in image.libraries:
+            bring(library, package, folder / NATIVE)
         complete.write_text(digest + "\n", "utf-8")
     return python, digest
+
+
+def bring(library: str, package: str, target: Path) -> None:
+    """Make sure that a shared library can be loaded: this machine's, or one unpacked from its Debian package.
+
+    Raises:
+        ReleaseError: ENVIRONMENT_BROKEN, telling which package to install.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(library)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for command in (["apt-get", "download", package], ["sh", "-c", "dpkg-deb -x *.deb tree"]):
+            with contextlib.suppress(OSError):
+                subprocess.run(command, cwd=folder, capture_output=True, check=False)  # noqa: S603  our own words
+        found = next(Path(folder, "tree").rglob(library), None)
+        if found is None:
+            raise ReleaseError(
+                "ENVIRONMENT_BROKEN",
+                f"the shared library {library} is missing and could not be fetched",
+                expected=library,
+                hint=f"apt-get install {package}, or use a Docker engine.",
+            )
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(found, target / library)
 
 
 def _interpreter() -> str:

@@ -23,7 +23,7 @@ import pytest
 
 from quantmint.errors import ReleaseError
 from quantmint.images import MACHINES, PYTHON, Requirement, parse_lock, render_lock
-from quantmint.wheelhouse import environment, fetch, lock
+from quantmint.wheelhouse import bring, environment, fetch, lock
 
 HERE = platform.machine()
 OTHER = next(machine for machine in MACHINES.values() if machine != HERE)
@@ -320,3 +320,12 @@ def test_a_wheel_that_only_its_own_index_has_must_be_the_published_one(project: 
     with pytest.raises(ReleaseError, match="torch is not the published one") as caught:
         lock("verify", root=project, on_event=Events())
     assert code(caught) == "INVALID_VALUE"
+
+
+def test_a_shared_library_that_is_nowhere_is_told_with_its_package(tmp_path: Path) -> None:
+    with pytest.raises(ReleaseError) as caught:
+        bring("libquantmint-nowhere.so.9", "quantmint-nowhere", tmp_path / "native")
+    assert (caught.value.code, caught.value.expected) == ("ENVIRONMENT_BROKEN", "libquantmint-nowhere.so.9")
+    assert "apt-get install quantmint-nowhere" in caught.value.hint
+    bring("libc.so.6", "libc6", tmp_path / "native")
+    assert not (tmp_path / "native").exists()
