@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantmint.artifact import digest_of
 from quantmint.evidence import Evidence
 from quantmint.execute import Finished, Walk
 from quantmint.package import assemble, demand_passed, evidence_of
@@ -68,15 +69,16 @@ def release(
         return Receipt(done, evidence)
     images = {image.name: walk.runner.describe(image.name) for image in plan.images}
     key = signer or generate()
+    public = out.parent / f"{name}.pub"
     with staging(out) as folder:
         predicate = assemble(
             folder, prepared, project.store, done, evidence, images=images, signed=signer is not None, epoch=epoch
         )
         seal(folder, predicate, key)
-        publish(folder, out, name)
-    public = out.parent / f"{name}.pub"
-    write_public(key.public, public, overwrite=True)
-    report = verify(out, public)
+        with project.store.lock(f"publish-{digest_of(str(out).encode())[7:]}"):
+            publish(folder, out, name)
+            write_public(key.public, public, overwrite=True)
+            report = verify(out, public)
     report.demand_ok()
     return Receipt(done, evidence, out, public, report)
 
