@@ -35,7 +35,8 @@ def package(folder: Path, mib: int) -> None:
     predicate = Predicate.model_validate(
         {
             "release": "benchmark", "grade": "development", "source": {"uri": "dir:none", "files": DIGEST},
-            "recipe": DIGEST, "plan": DIGEST, "runner": "process", "images": {}, "targets": ("cpu",), "gates": (), "epoch": 0,
+            "recipe": DIGEST, "plan": DIGEST, "runner": "process", "images": {}, "targets": ("cpu",),
+            "gates": (), "epoch": 0,
             "quantization": {"placement": {}, "effective_bits": 16.0},
             "builder": {"name": "quantmint", "version": "0", "wheel": DIGEST},
         }

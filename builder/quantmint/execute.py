@@ -78,21 +78,21 @@ class Walk:
             record = None if fresh else self.store.record(key)
             cached = record is not None
             if record is None:
-                self._note(stage, key, "running")
+                self.note(stage, key, "running")
                 try:
                     record = self._run(stage, key, trees, digests)
                 except ReleaseError as error:
-                    self._note(stage, key, "failed", f"{error.code}: {error.message}")
+                    self.note(stage, key, "failed", f"{error.code}: {error.message}")
                     raise
                 except BaseException as error:
-                    self._note(stage, key, "stopped", type(error).__name__)
+                    self.note(stage, key, "stopped", type(error).__name__)
                     raise
                 self.store.keep(key, record)
-            self._note(stage, key, "done")
+            self.note(stage, key, "done")
         self.watcher.finished(stage.name, cached=cached)
         return Finished(stage, key, record, cached)
 
-    def _note(self, stage: Stage, key: str, state: str, message: str = "") -> None:
+    def note(self, stage: Stage, key: str, state: str, message: str = "") -> None:
         """What `quantmint status` tells of a stage's last run."""
         row = {"stage": stage.name, "state": state, "key": key, "runner": self.runner.kind, "message": message}
         with disk_errors():

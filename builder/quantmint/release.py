@@ -97,5 +97,6 @@ def take(project: Project, prepared: Prepared, walk: Walk, stage: Stage) -> Fini
         name: fetch(name, source, root=project.root, store=project.store, recipe=recipe.file, notice=notice)
         for name, source in recipe.recipe.sources.items()
     }
+    walk.note(stage, key, "done")
     walk.watcher.finished(stage.name, cached=False)
     return fetched(stage, trees, key)
