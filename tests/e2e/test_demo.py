@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), pytest.mark.xdist_group("demo")]
+from quantmint.artifact import digest_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
@@ -52,18 +54,17 @@ class Demo:
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
+    def containers(self) -> list[str]:
+        """Containers of this store, running or not; other tests may run their own beside it."""
+        scope = digest_of(str(self.work / "state").encode())[7:23]
+        asked = ["docker", "ps", "-aq", "--filter", f"label=dev.quantmint.job={scope}"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+
     def release(self, *arguments: str, code: int = 0) -> Any:
         done = self.run(
             "release", "demo", "--json", "--progress", "plain", "--out", str(self.package), *arguments, code=code
         )
         return json.loads(done.stdout)
-
-
-def containers() -> list[str]:
-    done = subprocess.run(
-        ["docker", "ps", "-aq", "--filter", "label=dev.quantmint.job"], capture_output=True, text=True, check=True
-    )
-    return done.stdout.split()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Demo, Any]]
         seen.append(line)
         if '"check"' in line and '"started"' in line:
             break
-    while not containers() and first.poll() is None:
+    while not made.containers() and first.poll() is None:
         time.sleep(0.1)
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -92,11 +93,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Demo, Any]]
 
 
 def test_a_killed_run_is_resumed_and_leaves_no_container(demo: tuple[Demo, Any]) -> None:
-    _, receipt = demo
+    made, receipt = demo
     cached = {stage["stage"]: stage["cached"] for stage in receipt["stages"]}
     assert cached["quantize"] is True
     assert cached["load"] is False
-    assert not containers()
+    assert not made.containers()
 
 
 def test_every_gate_passed_and_the_raw_evidence_is_in_the_package(demo: tuple[Demo, Any]) -> None:
@@ -208,7 +209,7 @@ def test_two_runs_at_once_do_not_collide(demo: tuple[Demo, Any]) -> None:
     for run in runs:
         out, err = run.communicate(timeout=600)
         assert run.returncode == 0, out + err
-    assert not containers()
+    assert not made.containers()
 
 
 def test_the_load_gate_fails_where_the_engine_ignores_the_router_bias(demo: tuple[Demo, Any], tmp_path: Path) -> None:
