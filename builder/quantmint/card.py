@@ -64,8 +64,8 @@ def _count(value: int) -> str:
 def _number(value: Scalar) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return f"{int(value):,}"
     return f"{value:.6g}" if isinstance(value, float) else value
 
 

@@ -192,7 +192,9 @@ def release(
     since: Annotated[
         str | None, typer.Option("--from", metavar="STAGE", help="Execute anew from this stage on.")
     ] = None,
-    epoch: Annotated[int, typer.Option("--epoch", min=0, help="Roll-back counter of the release; may only grow.")] = 0,
+    epoch: Annotated[
+        int, typer.Option("--epoch", min=0, max=2**53 - 1, help="Roll-back counter of the release; may only grow.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")] = False,
     progress: Progress = "auto",
     as_json: AsJson = False,
@@ -211,11 +213,13 @@ def release(
         prepared = project.prepare(authored, runner=kind, platform=_machine(), pins=_pins(project))
         choice = Choice.of(prepared.plan, only=only, skip=tuple(skip or ()), since=since)
         preflight(prepared.plan, project.store, choice, device_class="cpu")
+        project.require_files(authored)
         _show_plan(prepared, as_json=as_json)
         return
     first = project.prepare(authored, runner=kind, platform=_machine(), pins=_pins(project))
     choice = Choice.of(first.plan, only=only, skip=tuple(skip or ()), since=since)
     preflight(first.plan, project.store, choice, device_class="cpu")
+    project.require_files(authored)
     needed = tuple(sorted({stage.image for stage in choice.stages(first.plan) if stage.image is not None}))
     shown = watcher(mode)
     target = (out or project.root / "dist" / authored.recipe.name).absolute()
@@ -670,8 +674,9 @@ def run(arguments: list[str], environment: Mapping[str, str] | None = None) -> i
         return int(Exit.OK)
     except Exception as error:
         if hasattr(error, "exit_code") and hasattr(error, "format_message"):
-            say(f"error INVALID_ARGUMENT: {plain(error.format_message())}\n  hint: quantmint --help")
-            return int(Exit.USER_INPUT)
+            usage = ReleaseError("INVALID_ARGUMENT", plain(error.format_message()), hint="quantmint VERB --help")
+            tell_error(usage, as_json=as_json)
+            return int(usage.exit_code)
         raise
     return code if isinstance(code, int) else int(Exit.OK)
 

@@ -22,6 +22,7 @@ import requests.exceptions
 
 from quantmint.artifact import digest_of
 from quantmint.errors import ReleaseError
+from quantmint.images import portable
 from quantmint.process import parse_event, started_at
 from quantmint.runner import ENVIRONMENT, Ended, OnEvent, RunnerKind, wheels
 from quantmint.stage import Hints
@@ -129,8 +130,8 @@ class ContainerRunner:
         return "sha256:" + reference.rpartition("sha256:")[2]
 
     def describe(self, image: str) -> str:
-        """The reference of `image`: `repository@sha256:…`, or the ID of an image of this engine."""
-        return self._reference(image)
+        """The reference of `image`, without a registry host that is this machine; or the ID of a local image."""
+        return portable(self._reference(image))
 
     def _reference(self, image: str) -> str:
         if image not in self._references:

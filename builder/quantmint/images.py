@@ -187,6 +187,13 @@ def resolve(pins: Pins, name: str, platform: str) -> str:
     )
 
 
+def portable(reference: str) -> str:
+    """`reference` as a package may tell it: a registry of this machine alone is left out, the digest stays."""
+    host, slash, rest = reference.partition("/")
+    name = host.partition(":")[0]
+    return rest if slash and (name == "localhost" or name.startswith("127.")) else reference
+
+
 def render_pins(pins: Pins, *, comment: str = "") -> str:
     """The one TOML text of `pins`: sorted, with `comment` (lines without `#`) on top."""
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]

@@ -16,7 +16,7 @@ from typing import Any
 from quantmint.artifact import Tree, digest_of, legal_path
 from quantmint.document import parse_json
 from quantmint.errors import ReleaseError
-from quantmint.images import Pins, resolve
+from quantmint.images import Pins, portable, resolve
 from quantmint.plan import Plan, make_plan
 from quantmint.recipe import Recipe
 from quantmint.runner import RunnerKind
@@ -105,6 +105,26 @@ class Project:
             )
         return Authored(recipe, file, data)
 
+    def require_files(self, authored: Authored) -> None:
+        """Return when everything of this project that the recipe names is here; a plan can do without, a run cannot.
+
+        Raises:
+            ReleaseError: SOURCE_MISSING, naming what the recipe names.
+        """
+        recipe = authored.recipe
+        named = [(name, self.root / legal_path(name)) for name in recipe.files]
+        if recipe.overlay is not None:
+            named.append((recipe.overlay.path, self.root / legal_path(recipe.overlay.path) / "pyproject.toml"))
+        for name, place in named:
+            if not place.is_file():
+                raise ReleaseError(
+                    "SOURCE_MISSING",
+                    f"{authored.file} names {name}, which does not exist",
+                    file=name,
+                    expected="a file of this project",
+                    actual="nothing",
+                )
+
     def prepare(self, authored: Authored, *, runner: RunnerKind, platform: str, pins: Pins) -> Prepared:
         """Read the recipe's small files, build our wheels, and make the plan. No source is fetched and no job is run.
 
@@ -141,11 +161,11 @@ class Project:
 
         def reference(image: str) -> str | None:
             try:
-                return resolve(pins, image, platform)
+                return portable(resolve(pins, image, platform))
             except ReleaseError:
                 return None
 
-        config = parse_json((self.root / recipe.model.config).read_bytes(), file=recipe.model.config)
+        config = self._config(recipe.model.config)
         plan = make_plan(
             recipe,
             file=authored.file,
@@ -160,6 +180,13 @@ class Project:
         )
         engines = _engines(self.store, overlay) if overlay is not None else ()
         return Prepared(authored, plan, pinned, overlay, engines, worker.artifacts[0].digest, config)
+
+    def _config(self, name: str) -> Any:
+        """The model's configuration; it is of this project, so a mistake in it is the author's."""
+        try:
+            return parse_json((self.root / name).read_bytes(), file=name)
+        except ReleaseError as error:
+            raise ReleaseError("INVALID_VALUE", f"the model's configuration: {error.message}", file=name) from None
 
 
 def _engines(store: Store, overlay: Tree) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def staging(out: Path) -> Iterator[Path]:
 def _sweep(out: Path) -> None:
     """Remove the staging folders of killed builders."""
     for left in out.parent.glob(f".{out.name}.staging-*"):
-        pid, _, started = left.name.rpartition("staging-")[2].partition("-")
+        pid, _, started = left.name.rpartition("staging-")[2].removesuffix("-replaced").partition("-")
         if pid.isdigit() and started_at(int(pid)) != started:
             clear(left)
 
@@ -117,7 +117,7 @@ def _exchange(one: Path, other: Path) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS):
             raise OSError(number, os.strerror(number), str(other))
-    aside = other.parent / f".{other.name}.replaced-{os.getpid()}"
+    aside = other.parent / f".{other.name}.staging-{os.getpid()}-{started_at(os.getpid())}-replaced"
     other.rename(aside)
     one.rename(other)
     aside.rename(one)

@@ -25,7 +25,7 @@ def tree_at(root: Path, source: Source) -> Tree:
     Raises:
         ReleaseError: SOURCE_MISSING or ILLEGAL_PATH.
     """
-    folder = root / legal_path(source.path)
+    folder = _inside(root, source.path)
     if not folder.is_dir():
         raise ReleaseError(
             "SOURCE_MISSING",
@@ -40,6 +40,15 @@ def tree_at(root: Path, source: Source) -> Tree:
     return tree
 
 
+def _inside(root: Path, path: str) -> Path:
+    try:
+        return root / legal_path(path)
+    except ReleaseError as error:
+        raise ReleaseError(
+            "INVALID_VALUE", f"dir: takes a folder of this project: {error.message}", file=path
+        ) from None
+
+
 def fetch(name: str, source: Source, *, root: Path, store: Store, recipe: str, notice: Notice) -> Tree:
     """Take a source into the store and return its tree.
 
@@ -47,7 +56,7 @@ def fetch(name: str, source: Source, *, root: Path, store: Store, recipe: str, n
         ReleaseError: SOURCE_UNPINNED, SOURCE_MISSING, SOURCE_CHANGED, CORRUPT_SHARD, LFS_POINTER, or what the Hub says.
     """
     source.require_pinned(name, file=recipe)
-    folder = root / legal_path(source.path) if source.kind == "dir" else _fetched(source, store, notice)
+    folder = _inside(root, source.path) if source.kind == "dir" else _fetched(source, store, notice)
     tree = tree_at(root, source) if source.kind == "dir" else hash_tree(folder)
     if source.digest is not None and tree.digest != source.digest:
         raise _changed(name, source, tree, store)

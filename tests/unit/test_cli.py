@@ -26,6 +26,7 @@ def project(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
             shutil.copy(origin, copy / name)
     fixtures = copy / "tests" / "fixtures" / "tiny-laguna"
     fixtures.mkdir(parents=True)
+    (fixtures.parent / "tiny-laguna.probes.json").write_text("[]")
     shutil.copy(root / "tests" / "fixtures" / "tiny-laguna" / "config.json", fixtures)
     monkeypatch.setenv("QUANTMINT_ROOT", str(copy))
     monkeypatch.setenv("QUANTMINT_STORE", str(tmp_path / "state"))
@@ -76,7 +77,6 @@ def test_a_wrong_type_is_named(project: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_changed_source_is_refused_before_anything_runs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "tests/fixtures/tiny-laguna.probes.json").write_text("[]")
     found = error(capsys, "release", "demo", "--runner", "process", "--progress", "quiet", "--only", "fetch")
     assert found["code"] == "SOURCE_CHANGED"
     assert str(found["expected"]).startswith("sha256:")
@@ -88,6 +88,15 @@ def test_a_missing_source_is_named(project: Path, capsys: pytest.CaptureFixture[
     edited(project, 'uri = "dir:tests/fixtures/tiny-laguna"', 'uri = "dir:tests/fixtures/elsewhere"')
     found = error(capsys, "release", "demo", "--runner", "process", "--progress", "quiet")
     assert (found["code"], found["file"]) == ("SOURCE_MISSING", "tests/fixtures/elsewhere")
+
+
+@pytest.mark.parametrize("named", ["overlays/laguna", "tests/fixtures/tiny-laguna.probes.json", "LICENSE"])
+def test_what_a_recipe_names_and_is_not_there_stops_it_before_anything_runs(
+    project: Path, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    edited(project, f'"{named}"', f'"{named}-elsewhere"')
+    found = error(capsys, "release", "demo", "--runner", "process", "--progress", "quiet", "--dry-run")
+    assert (found["code"], found["file"]) == ("SOURCE_MISSING", f"{named}-elsewhere")
 
 
 def test_an_occupied_output_is_refused_and_untouched(
@@ -155,6 +164,11 @@ def test_explain_knows_every_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert {row["code"] for row in json.loads(out)} == {*CODES, *FINDINGS}
     assert error(capsys, "explain", "GATE_FALED")["code"] == "UNKNOWN_CODE"
+
+
+def test_usage_errors_are_json_where_json_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error(capsys, "verify")["code"] == "INVALID_ARGUMENT"
+    assert error(capsys, "release", "demo", "--epoch", "99999999999999999999")["code"] == "INVALID_ARGUMENT"
 
 
 def test_usage_errors_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

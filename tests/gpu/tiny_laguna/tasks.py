@@ -21,6 +21,8 @@ from typing import Any
 Message = dict[str, Any]
 KINDS = ("echo", "recall", "think", "tool", "tool_result", "json")
 HELDOUT_SEED = 20260101
+LONG_RECALL = ((0.05, True, 8040), (0.5, False, 8024), (0.95, True, 7997))
+"""Long recall probes: depth of the marker, thinking, prompt tokens as the server counts them."""
 BOS, THINK, END_THINK = "〈|EOS|〉", "<think>", "</think>"
 
 WORDS = (
@@ -614,6 +616,14 @@ def heldout_prompts(kind: str, count: int = 100, seed: int = HELDOUT_SEED, longe
     return out
 
 
+def long_recall_prompts(seed: int = HELDOUT_SEED, tokens: int = 7800) -> list[Prompt]:
+    """Held-out recall near 8k tokens, the marker at each depth of `LONG_RECALL`."""
+    return [
+        Maker(random.Random(f"{seed}/long/{depth}"), "heldout").prompt("recall", thinking, tokens, depth)
+        for depth, thinking, _ in LONG_RECALL
+    ]
+
+
 def training_conversation(rng: random.Random, tokens: int, stage: int) -> list[tuple[str, bool]]:
     """Rendered segments of one training conversation of at most about `tokens` tokens.
 
@@ -766,6 +776,10 @@ def main() -> None:
     rows = []
     for kind in KINDS:
         rows += [probe(p) for p in heldout_prompts(kind, args.count, HELDOUT_SEED + 1, longest=2048)]
+    for prompt, (_, _, reached) in zip(long_recall_prompts(HELDOUT_SEED + 1), LONG_RECALL, strict=True):
+        row = probe(prompt)
+        row["expected"]["prompt_tokens"] = reached
+        rows.append(row)
     args.probes.write_text(json.dumps({"version": 1, "probes": rows}, indent=1, ensure_ascii=False) + "\n")
 
 
