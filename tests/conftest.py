@@ -50,7 +50,9 @@ def predicate() -> Predicate:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need an engine or the images' environments say so when they are left out."""
-    if os.environ.get("QUANTMINT_CI") and not (os.environ.get("QUANTMINT_PINS") and os.environ.get("QUANTMINT_ENVIRONMENTS")):
+    if os.environ.get("QUANTMINT_CI") and not (
+        os.environ.get("QUANTMINT_PINS") and os.environ.get("QUANTMINT_ENVIRONMENTS")
+    ):
         raise pytest.UsageError("in CI nothing is skipped for want of an engine or environments: see .ci/run")
     engine = bool(os.environ.get("QUANTMINT_PINS"))
     environments = bool(os.environ.get("QUANTMINT_ENVIRONMENTS"))

@@ -126,7 +126,7 @@ class Walk:
 
     def _run(self, stage: Stage, key: str, trees: Mapping[str, Tree], digests: Mapping[str, str]) -> Record:
         folder = self.store.folder("jobs", key.removeprefix("sha256:")[:40])
-        for name in ("in", "out", "home"):
+        for name in ("in", "out"):
             clear(folder / name)
         with disk_errors():
             (folder / "out").mkdir()
@@ -163,7 +163,7 @@ class Walk:
             report = _truth(folder / "out" / REPORT, stage, key, ended)
             outputs = self.store.collect(folder / "out", stage.outputs)
         except ReleaseError:
-            for name in ("in", "out", "home"):
+            for name in ("in", "out"):
                 clear(folder / name)
             raise
         clear(folder)

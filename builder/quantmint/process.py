@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,9 +22,15 @@ from quantmint.artifact import digest_of
 from quantmint.document import canonical
 from quantmint.runner import ENVIRONMENT, NATIVE, Ended, OnEvent, RunnerKind, wheels
 from quantmint.stage import Hints
+from quantmint.store import clear
 
 Environments = Callable[[str], tuple[Path, str]]
 """Image name → (python of its virtual environment, digest of its lock file)."""
+
+
+HOME_PARENT = "/tmp"  # noqa: S108  mkdtemp makes a private folder in it
+HOME_PREFIX = "quantmint-"
+"""A job's HOME and TMPDIR: short, because engines put sockets there and a socket's path has 107 characters at most."""
 
 
 def started_at(pid: int) -> str | None:
@@ -60,8 +67,7 @@ class ProcessRunner:
         """See `Runner.run`. The memory hint is not enforced here."""
         python, _ = self._environments(image)
         native = python.parent.parent / NATIVE
-        home = folder / "home"
-        home.mkdir(exist_ok=True)
+        home = Path(tempfile.mkdtemp(prefix=HOME_PREFIX, dir=HOME_PARENT))
         environment = {
             **ENVIRONMENT,
             "PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin",
@@ -81,7 +87,8 @@ class ProcessRunner:
                 start_new_session=True,
                 text=True,
             )
-            (folder / "owner.json").write_text(json.dumps({"pid": process.pid, "started": started_at(process.pid)}))
+            owner = {"pid": process.pid, "started": started_at(process.pid), "home": home.name}
+            (folder / "owner.json").write_text(json.dumps(owner))
             try:
                 return self._wait(process, hints, on_event)
             finally:
@@ -89,6 +96,7 @@ class ProcessRunner:
                 process.wait()
                 if process.stdout is not None:
                     process.stdout.close()
+                clear(home)
 
     def _wait(self, process: subprocess.Popen[str], hints: Hints, on_event: OnEvent) -> Ended:
         assert process.stdout is not None
@@ -109,6 +117,9 @@ class ProcessRunner:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 owner: Mapping[str, Any] = json.loads(note.read_text())
                 removed += _kill_session(int(owner["pid"]), str(owner["started"]))
+                name = str(owner["home"])
+                if name.startswith(HOME_PREFIX) and "/" not in name and started_at(int(owner["pid"])) is None:
+                    clear(Path(HOME_PARENT) / name)
         return removed
 
 

@@ -252,6 +252,14 @@ def test_a_killed_builder_leaves_nothing_running_and_the_next_resumes(
     assert run(store, runner, "sleep-once", deadline=300).record.report.measurements["attempts"] == 2
 
 
+def test_a_job_of_a_deep_folder_can_still_make_sockets(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    store = Store(deep / "state")
+    runner = ProcessRunner(this_environment, store.folder("jobs"))
+    found = run(store, runner, "well").record.report.measurements
+    assert found["socket_in_tmpdir"] is True
+
+
 def test_two_builders_at_once_run_a_stage_once(store: Store, runner: Runner) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -11,6 +11,7 @@ import random
 import shutil
 import struct
 import subprocess
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,9 @@ def python() -> str:
 
 def variables(home: Path, *paths: Path) -> dict[str, str]:
     searched = [*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "PYTHONPATH": ":".join(searched)}
+    # TMPDIR must be short: the engine puts sockets there, and a socket's path has 107 characters at most
+    short = tempfile.gettempdir()
+    return {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": short, "PYTHONPATH": ":".join(searched)}
 
 
 def perform(tmp_path: Path, package: Path, paths: tuple[Path, ...], handler: str, **params: Any) -> dict[str, Any]:

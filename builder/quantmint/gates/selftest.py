@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,6 +85,7 @@ def isolation(read_only: Path) -> dict[str, Scalar]:
         "root_writable": _can_write(Path("/.quantmint-probe")),
         "inputs_writable": _can_write(read_only.parent / ".quantmint-probe"),
         "capabilities": int(capabilities, 16) != 0,
+        "socket_in_tmpdir": _can_listen(),
         "secrets_in_environment": any("QUANTMINT" in name or "TOKEN" in name for name in os.environ),
     }
 
@@ -94,6 +96,18 @@ def _can_write(path: Path) -> bool:
         path.unlink()
     except OSError:
         return False
+    return True
+
+
+def _can_listen() -> bool:
+    """Whether an engine could put a socket with a name like those of ZeroMQ into TMPDIR."""
+    place = Path(tempfile.gettempdir()) / "00000000-0000-0000-0000-000000000000"
+    with socket.socket(socket.AF_UNIX) as door:
+        try:
+            door.bind(str(place))
+        except OSError:
+            return False
+    place.unlink()
     return True
 
 
