@@ -2,6 +2,7 @@
 
 bin := justfile_directory() / ".venv/bin"
 export PATH := bin + ":" + env("PATH")
+set positional-arguments
 
 # List the verbs
 _default:
@@ -10,22 +11,22 @@ _default:
 # Build, gate, seal, publish and verify a release: just release demo
 [group: 'release']
 release NAME *ARGS:
-    @quantmint release {{NAME}} {{ARGS}}
+    @quantmint release "$@"
 
 # Write the digests of a recipe's local sources, and resolve the image locks anew: just pin demo
 [group: 'release']
 pin NAME *ARGS:
-    @quantmint pin {{NAME}} {{ARGS}}
+    @quantmint pin "$@"
 
 # Resolve the hash-locked requirements of the images anew
 [group: 'release']
 lock *NAMES:
-    @quantmint images lock {{NAMES}}
+    @quantmint images lock "$@"
 
 # Run the tests; those that need a Docker engine or heavy environments run where these are
 [group: 'work']
 test *ARGS:
-    @pytest {{ARGS}}
+    @pytest "$@"
 
 # Everything that must be green: lint, types, import contracts, tests
 [group: 'work']

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from quantmint.document import Document, canonical
 from quantmint.errors import ReleaseError
 
+MAX_COMPONENTS = 32
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 """`sha256:` and 64 lower-case hex digits."""
@@ -32,7 +33,8 @@ def illegal_because(path: str) -> str | None:
     """Why `path` is not a legal relative path, or None when it is one.
 
     Legal: POSIX separators, NFC, no empty, `.` or `..` component, no control characters, backslash or colon, no name
-    that Windows reserves, no trailing dot or space, at most 255 bytes a component and 1,024 in all.
+    that Windows reserves, no trailing dot or space, at most 255 bytes a component, 32 components and
+    1,024 bytes in all.
     """
     if not path or path.startswith("/"):
         return "empty or absolute"
@@ -46,13 +48,19 @@ def illegal_because(path: str) -> str | None:
         return "not in Unicode normal form C"
     if any(unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") for char in path) or "\\" in path or ":" in path:
         return "holds a control character, a backslash or a colon"
-    for part in path.split("/"):
-        if part in ("", ".", ".."):
-            return "holds an empty, '.' or '..' component"
-        if len(part.encode()) > 255:
-            return "holds a component longer than 255 bytes"
-        if part.endswith((".", " ")) or _RESERVED.match(part):
-            return "holds a component that is not portable"
+    parts = path.split("/")
+    if len(parts) > MAX_COMPONENTS:
+        return f"has more than {MAX_COMPONENTS} components"
+    return next((why for part in parts if (why := _illegal_component(part)) is not None), None)
+
+
+def _illegal_component(part: str) -> str | None:
+    if part in ("", ".", ".."):
+        return "holds an empty, '.' or '..' component"
+    if len(part.encode()) > 255:
+        return "holds a component longer than 255 bytes"
+    if part.endswith((".", " ")) or _RESERVED.match(part):
+        return "holds a component that is not portable"
     return None
 
 

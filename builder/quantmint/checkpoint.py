@@ -267,7 +267,7 @@ class TensorIndex:
 
         Raises:
             ReleaseError: CORRUPT_SHARD for the first disagreement: a missing or unlisted shard, a ghost or unlisted
-                tensor, a tensor in two shards, a wrong total.
+                tensor, a tensor in two shards. Other claims of the index (its total) are the writer's own.
         """
         ordered = sorted(headers, key=lambda header: header.file)
         for problem in disagreements(ordered, None if index is None else weight_map(index)):

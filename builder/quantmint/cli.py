@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
@@ -127,27 +127,40 @@ def _runner(kind: RunnerKind, project: Project, shown: Any, needed: tuple[str, .
     client = connect()
     try:
         platform = engine_platform(client)
-        references = _references(project, needed, platform, shown)
+        references = _references(client, project, needed, platform, shown)
         yield ContainerRunner(client, references, project.store.root), platform
     finally:
         client.close()
 
 
-def _references(project: Project, needed: tuple[str, ...], platform: str, shown: Any) -> dict[str, str]:
-    from quantmint.imagebuild import build
+def _references(client: Any, project: Project, needed: tuple[str, ...], platform: str, shown: Any) -> dict[str, str]:
+    """References of the needed images; those that are not there, or made from another lock, are built first."""
+    from quantmint.container import label
+    from quantmint.imagebuild import LOCK_LABEL, build, committed_pins
     from quantmint.images import IMAGES, resolve
+    from quantmint.wheelhouse import lock_of
 
     found: dict[str, str] = {}
     absent: list[str] = []
     pins = _pins(project)
+    ours = not os.environ.get("QUANTMINT_PINS")
+    published = {
+        reference for image in committed_pins(project.root).images.values() for reference in image.platforms.values()
+    }
     for name in needed:
         try:
             found[name] = resolve(pins, name, platform)
         except ReleaseError:
             absent.append(name)
+        else:
+            local = ours and name in IMAGES and found[name] not in published
+            if local and label(client, found[name], LOCK_LABEL) != lock_of(project.root, name).digest:
+                absent.append(name)
     buildable = [name for name in absent if name in IMAGES]
-    if buildable and not os.environ.get("QUANTMINT_PINS"):
-        say(f"Images not built yet on this machine: {', '.join(buildable)}. Building them once takes some minutes.")
+    if buildable and ours:
+        say(
+            f"Images not built on this machine from today's locks: {', '.join(buildable)}. Building takes some minutes."
+        )
         pins = build(
             buildable,
             root=project.root,
@@ -487,6 +500,7 @@ def pin(recipe: RecipeName, as_json: AsJson = False) -> None:
     """Write the digest of each dir: source, as it is now, into the recipe. Review the change before committing it."""
     from quantmint.recipe import pin as rewritten
     from quantmint.source import tree_at
+    from quantmint.store import disk_errors
 
     project = _project()
     authored = project.read_recipe(recipe)
@@ -499,9 +513,10 @@ def pin(recipe: RecipeName, as_json: AsJson = False) -> None:
     }
     for name, digest in digests.items():
         text = rewritten(text, name, digest)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, "utf-8")
-    draft.replace(path)
+    with disk_errors():
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text, "utf-8")
+        draft.replace(path)
     if as_json:
         give_json(digests)
     else:
@@ -657,42 +672,51 @@ def _interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def run(arguments: list[str], environment: Mapping[str, str] | None = None) -> int:
+def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
-    del environment
     as_json = "--json" in arguments
     try:
         code = app(args=arguments, prog_name="quantmint", standalone_mode=False)
     except ReleaseError as error:
-        tell_error(error, as_json=as_json)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        say("Interrupted: finished stages are kept; run the same command again to go on.")
-        return int(Exit.INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return int(Exit.OK)
+        return _told(error, as_json=as_json)
+    except (KeyboardInterrupt, EOFError):
+        code = int(Exit.INTERRUPTED)
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "format_message"):
-            usage = ReleaseError("INVALID_ARGUMENT", plain(error.format_message()), hint="quantmint VERB --help")
-            tell_error(usage, as_json=as_json)
-            return int(usage.exit_code)
-        raise
+        if type(error).__name__ == "Abort":  # what typer makes of Ctrl-C and of the end of input at a prompt
+            code = int(Exit.INTERRUPTED)
+        elif hasattr(error, "exit_code") and hasattr(error, "format_message"):
+            words = plain(error.format_message())
+            return _told(ReleaseError("INVALID_ARGUMENT", words, hint="quantmint VERB --help"), as_json=as_json)
+        else:
+            raise
+    if code == int(Exit.INTERRUPTED):
+        return _told(ReleaseError("INTERRUPTED", "the run was interrupted"), as_json=as_json)
     return code if isinstance(code, int) else int(Exit.OK)
+
+
+def _told(error: ReleaseError, *, as_json: bool) -> int:
+    tell_error(error, as_json=as_json)
+    return int(error.exit_code)
 
 
 def main() -> None:
     """Entry point of the `quantmint` command."""
-    signal.signal(signal.SIGTERM, _interrupted)
+    os.umask(0o022)  # jobs of another user and readers of packages must get in; private keys set their own mode
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupted)
     try:
         code = run(sys.argv[1:])
-    except Exception:  # noqa: BLE001  a bug: its traceback, and the exit code that says so
+    except Exception as error:  # noqa: BLE001  a bug: its traceback, and the exit code that says so
         import traceback
 
         traceback.print_exc()
         say(
             "This is a bug in quantmint. Nothing that was finished is lost; the traceback above is what a report needs."
         )
+        if "--json" in sys.argv:
+            give_json(
+                {"error": {"code": "BUG", "exit_code": int(Exit.BUG), "message": f"{type(error).__name__}: {error}"}}
+            )
         code = int(Exit.BUG)
     sys.exit(code)
 

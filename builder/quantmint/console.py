@@ -7,10 +7,11 @@ before it reaches a terminal.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from quantmint.errors import ReleaseError
 
@@ -27,20 +28,30 @@ def plain(text: object) -> str:
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in str(text))
 
 
+def _write(stream: TextIO, text: str) -> None:
+    """Write at once. When nobody reads any more, the rest goes nowhere: a closed pipe decides no release."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 def say(text: str) -> None:
     """A line for people."""
-    sys.stderr.write(plain(text) + "\n")
-    sys.stderr.flush()
+    _write(sys.stderr, plain(text) + "\n")
 
 
 def give(text: str) -> None:
     """Data on stdout."""
-    sys.stdout.write(plain(text) + "\n")
+    _write(sys.stdout, plain(text) + "\n")
 
 
 def give_json(value: Any) -> None:
     """Data on stdout, as JSON."""
-    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    _write(sys.stdout, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def tell_error(error: ReleaseError, *, as_json: bool) -> None:
@@ -100,12 +111,11 @@ class PlainWatcher:
 class JsonWatcher:
     """Events on stderr, one JSON object a line."""
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
 
     def _tell(self, **fields: Any) -> None:
-        self._stream.write(json.dumps(fields, sort_keys=True) + "\n")
-        self._stream.flush()
+        _write(self._stream, json.dumps(fields, sort_keys=True) + "\n")
 
     def started(self, stage: str, *, key: str) -> None:
         self._tell(stage=stage, event="started", key=key)

@@ -23,7 +23,7 @@ import requests.exceptions
 from quantmint.artifact import digest_of
 from quantmint.errors import ReleaseError
 from quantmint.images import portable
-from quantmint.process import parse_event, started_at
+from quantmint.process import MAX_LINE, abandoned, builder_mark, parse_event
 from quantmint.runner import ENVIRONMENT, Ended, OnEvent, RunnerKind, wheels
 from quantmint.stage import Hints
 
@@ -33,6 +33,7 @@ UNPRIVILEGED = 65532
 TMPFS_BYTES = 2 * 1024**3
 SHM_BYTES = 1024**3
 SCRATCHPAD = "/tmp"  # noqa: S108  inside the container: a tmpfs of its own
+MAX_ENGINE_LOG = "256m"
 ANY_API_VERSION = "1.44"
 """Never sent: the one question asked with it is unversioned."""
 
@@ -76,6 +77,17 @@ def _knock() -> None:
             door.connect("/" + host.removeprefix("unix://").lstrip("/"))
 
 
+def label(client: docker.DockerClient, reference: str, name: str) -> str | None:
+    """A label of an image that the engine has; None when it has neither the image nor the label."""
+    try:
+        with engine_errors("looking for an image"):
+            return (client.images.get(reference).labels or {}).get(name)
+    except ReleaseError as error:
+        if error.code != "IMAGE_ABSENT":
+            raise
+        return None
+
+
 def answers() -> bool:
     """Whether a Docker engine answers within two seconds."""
     try:
@@ -90,23 +102,6 @@ def engine_platform(client: docker.DockerClient) -> str:
     with engine_errors("asking the engine's platform"):
         version = client.version()
     return f"{version['Os']}/{version['Arch']}"
-
-
-def _owner() -> str:
-    """This builder: boot, pid namespace, pid and start time; tells a living owner from a dead one after any kill."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-    namespace = str(Path("/proc/self/ns/pid").readlink())
-    return f"{boot}|{namespace}|{os.getpid()}|{started_at(os.getpid())}"
-
-
-def _abandoned(owner: str) -> bool:
-    boot, _, rest = owner.partition("|")
-    namespace, _, rest = rest.partition("|")
-    pid, _, started = rest.partition("|")
-    here = _owner().split("|")
-    if boot != here[0]:
-        return True
-    return namespace == here[1] and pid.isdigit() and started_at(int(pid)) != started
 
 
 class ContainerRunner:
@@ -181,7 +176,7 @@ class ContainerRunner:
         with engine_errors(f"starting a container of {image}"):
             container = self._client.containers.create(
                 self._reference(image),
-                command=["python3", "-m", "quantmint.worker", WORKDIR],
+                command=["python3", "-P", "-m", "quantmint.worker", WORKDIR],
                 entrypoint=[],
                 environment={
                     **ENVIRONMENT,
@@ -192,6 +187,8 @@ class ContainerRunner:
                 working_dir=WORKDIR,
                 user=f"{user[0]}:{user[1]}",
                 network_mode="none",
+                use_config_proxy=False,
+                log_config=docker.types.LogConfig(type="json-file", config={"max-size": MAX_ENGINE_LOG}),
                 read_only=True,
                 cap_drop=["ALL"],
                 security_opt=["no-new-privileges"],
@@ -204,7 +201,7 @@ class ContainerRunner:
                     docker.types.Mount(f"{WORKDIR}/{name}", str(folder / name), type="bind", read_only=read_only)
                     for name, read_only in (("job.json", True), ("in", True), ("out", False), ("scratch", False))
                 ],
-                labels={LABEL: self._scope, f"{LABEL}.owner": _owner()},
+                labels={LABEL: self._scope, f"{LABEL}.owner": builder_mark()},
             )
         try:
             with engine_errors(f"running a container of {image}"):
@@ -240,14 +237,14 @@ class ContainerRunner:
 
     def _remove(self, container: Any) -> None:
         with contextlib.suppress(docker.errors.DockerException, requests.exceptions.RequestException):
-            container.remove(force=True)
+            container.remove(force=True, v=True)
 
     def sweep(self) -> int:
         """Remove this store's containers whose builder is gone."""
         removed = 0
         with engine_errors("looking for abandoned containers"):
             for container in self._client.containers.list(all=True, filters={"label": f"{LABEL}={self._scope}"}):
-                if _abandoned(container.labels.get(f"{LABEL}.owner", "")):
+                if abandoned(container.labels.get(f"{LABEL}.owner", "")):
                     self._remove(container)
                     removed += 1
         return removed
@@ -312,4 +309,6 @@ def _read_events(source: Iterator[bytes], on_event: OnEvent) -> None:
             for line in lines:
                 event = parse_event(line.decode("utf-8", "replace"))
                 if event is not None:
-                    on_event(event)
+                    with contextlib.suppress(OSError):
+                        on_event(event)
+            pending = pending[-MAX_LINE:]

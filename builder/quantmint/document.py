@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -20,6 +21,8 @@ from quantmint.errors import ReleaseError
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_DEPTH = 64
+MAX_VALUES = 4_000_000
+"""Values of a document, unless a caller says less. A tensor of a weight file's header takes about eight."""
 
 
 class Document(BaseModel):
@@ -39,7 +42,7 @@ class Document(BaseModel):
 class Received(BaseModel):
     """An open, strict, frozen model of somebody else's document. Keep the bytes it came from."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 D = TypeVar("D", bound=BaseModel)
@@ -63,8 +66,19 @@ def _no_constant(text: str) -> Any:
     raise ReleaseError("MALFORMED_DOCUMENT", f"{text} is not JSON")
 
 
-def parse_json(data: bytes, *, file: str, limit: int = MAX_DOCUMENT_BYTES) -> Any:
-    """Parse hostile JSON: UTF-8, at most `limit` bytes and `MAX_DEPTH` levels, no duplicate keys, no NaN or Infinity.
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ReleaseError("MALFORMED_DOCUMENT", f"the number {text[:40]} is too large")
+    return value
+
+
+def parse_json(data: bytes, *, file: str, limit: int = MAX_DOCUMENT_BYTES, values: int = MAX_VALUES) -> Any:
+    """Parse hostile JSON: UTF-8, at most `limit` bytes and `MAX_DEPTH` levels, no duplicate keys, all numbers finite.
+
+    A value costs up to about 100 bytes of memory however short it is written, so a document that could hold more than
+    `values` is refused before it is parsed: each value but one follows a bracket or a comma, and these are counted
+    (also those inside strings).
 
     Raises:
         ReleaseError: MALFORMED_DOCUMENT or DUPLICATE_KEY, naming `file`.
@@ -77,9 +91,22 @@ def parse_json(data: bytes, *, file: str, limit: int = MAX_DOCUMENT_BYTES) -> An
             expected=f"at most {limit} bytes",
             actual=f"{len(data)}",
         )
+    marks = sum(data.count(mark) for mark in (b"[", b"{", b","))
+    if marks > values:
+        raise ReleaseError(
+            "MALFORMED_DOCUMENT",
+            "document of too many values",
+            file=file,
+            expected=f"at most {values} brackets and commas",
+            actual=f"{marks}",
+        )
     try:
-        text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
     except ReleaseError as error:
         raise ReleaseError(error.code, error.message, file=file) from None
     except (UnicodeDecodeError, ValueError) as error:
@@ -101,21 +128,30 @@ def _depth(value: Any) -> int:
         for item in level:
             if isinstance(item, dict):
                 below.extend(item.values())
-            elif isinstance(item, list):
+            elif isinstance(item, (list, tuple)):
                 below.extend(item)
         level = below
     return depth
 
 
-def receive(model: type[D], data: bytes, *, file: str) -> D:
-    """Parse `data` as a received document.
+def receive(model: type[D], data: bytes, *, file: str, limit: int = MAX_DOCUMENT_BYTES, values: int = MAX_VALUES) -> D:
+    """Parse `data` as a received document, within the bounds of `parse_json`.
 
     Raises:
         ReleaseError: MALFORMED_DOCUMENT or DUPLICATE_KEY.
     """
-    value = parse_json(data, file=file)
+    parse_json(data, file=file, limit=limit, values=values)
+    return _received(model, data, file)
+
+
+def receive_value(model: type[D], value: Any, *, file: str) -> D:
+    """Validate a part of a document that `parse_json` or `receive` has let through; see `receive`."""
+    return _received(model, json.dumps(value), file)
+
+
+def _received(model: type[D], text: str | bytes, file: str) -> D:
     try:
-        return model.model_validate_json(json.dumps(value))
+        return model.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
@@ -126,25 +162,33 @@ def author(model: type[D], text: str, *, file: str, syntax: Literal["toml", "jso
     """Parse an authored document, with one clear error that names the key and, for a typo, the nearest known key.
 
     Raises:
-        ReleaseError: RECIPE_SYNTAX, UNKNOWN_KEY or INVALID_VALUE.
+        ReleaseError: RECIPE_SYNTAX, DUPLICATE_KEY (of JSON), UNKNOWN_KEY or INVALID_VALUE, naming `file`.
     """
     try:
         value = tomllib.loads(text) if syntax == "toml" else json.loads(text, object_pairs_hook=_no_duplicates)
-    except tomllib.TOMLDecodeError as error:
-        raise ReleaseError("RECIPE_SYNTAX", f"not valid TOML: {error}", file=file) from None
+    except ReleaseError as error:
+        raise ReleaseError(error.code, error.message, file=file) from None
     except ValueError as error:
-        raise ReleaseError("RECIPE_SYNTAX", f"not valid JSON: {error}", file=file) from None
+        raise ReleaseError("RECIPE_SYNTAX", f"not valid {syntax.upper()}: {error}", file=file) from None
+    except RecursionError:
+        raise ReleaseError("RECIPE_SYNTAX", "nested too deeply", file=file) from None
     return author_value(model, value, file=file)
 
 
 def author_value(model: type[D], value: Any, *, file: str) -> D:
-    """Validate plain values as an authored document; see `author`."""
+    """Validate plain values as an authored document; see `author`.
+
+    Values that have no canonical form are refused here, also where the schema allows anything: dates, NaN and
+    infinities, integers beyond 2^53-1.
+    """
+    if _depth(value) > MAX_DEPTH:
+        raise ReleaseError("RECIPE_SYNTAX", f"nested deeper than {MAX_DEPTH} levels", file=file)
     try:
-        encoded = json.dumps(value)
-    except TypeError as error:
-        raise ReleaseError("INVALID_VALUE", f"a value is not representable as JSON: {error}", file=file) from None
+        canonical(value)
+    except ValueError as error:  # rfc8785's own, an unencodable string, or an integer too long to be shown
+        raise ReleaseError("INVALID_VALUE", f"a value cannot be kept: {str(error)[:200]}", file=file) from None
     try:
-        return model.model_validate_json(encoded)
+        return model.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise _explained(model, error, file) from None
 

@@ -152,6 +152,14 @@ CODES: dict[str, Code] = {
         "The disk is full.",
         "Free space, or move the store with QUANTMINT_STORE; then run again: it resumes.",
     ),
+    "STORAGE_UNUSABLE": Code(
+        Exit.ENVIRONMENT,
+        "A file or folder cannot be made, read or written.",
+        "Check the path, its permissions and what stands in its place.",
+    ),
+    "INTERRUPTED": Code(
+        Exit.INTERRUPTED, "The run was interrupted.", "Finished stages are kept; run the same command again to go on."
+    ),
     "STORE_CORRUPT": Code(
         Exit.INTEGRITY,
         "A blob of the store no longer has the bytes of its name.",

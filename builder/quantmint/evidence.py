@@ -15,6 +15,7 @@ from quantmint.artifact import Digest, RelPath
 from quantmint.document import Document
 
 Scalar = bool | int | float | str
+MAX_SHOWN_BITS = 1000
 
 
 class Verdict(StrEnum):
@@ -70,7 +71,8 @@ class Evidence(Document):
 def judge(thresholds: tuple[Threshold, ...], measurements: Mapping[str, Scalar]) -> tuple[Verdict, tuple[str, ...]]:
     """The verdict on `measurements` and a line for each threshold that does not hold.
 
-    No thresholds, or a measurement that is missing, not finite or not comparable: ANOMALOUS. Otherwise FAILED when
+    No thresholds, or a measurement that is missing, not finite (an integer beyond the doubles is none) or not
+    comparable: ANOMALOUS. Otherwise FAILED when
     any threshold does not hold, else PASSED.
     """
     if not thresholds:
@@ -82,7 +84,7 @@ def judge(thresholds: tuple[Threshold, ...], measurements: Mapping[str, Scalar])
         if value is None:
             anomalies.append(f"{name}: not measured")
         elif not _comparable(value, threshold.value):
-            anomalies.append(f"{name}: {value!r} cannot be compared with {threshold.value!r}")
+            anomalies.append(f"{name}: {_shown(value)} cannot be compared with {_shown(threshold.value)}")
         elif not _holds(threshold.op, value, threshold.value):
             failures.append(f"{name}: {value!r}, accepted {threshold.op} {threshold.value!r}")
     if anomalies:
@@ -95,7 +97,20 @@ def _comparable(value: Scalar, wanted: Scalar) -> bool:
         return isinstance(value, bool) and isinstance(wanted, bool)
     if isinstance(value, str) or isinstance(wanted, str):
         return isinstance(value, str) and isinstance(wanted, str)
-    return math.isfinite(value) and math.isfinite(wanted)
+    return _finite(value) and _finite(wanted)
+
+
+def _finite(value: float) -> bool:
+    """Whether `value` is a number that a double could hold; an integer of 1.8e308 and beyond is none."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _shown(value: Scalar) -> str:
+    large = isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS
+    return "an integer of more than 300 digits" if large else repr(value)
 
 
 def _holds(op: str, value: Scalar, wanted: Scalar) -> bool:

@@ -126,9 +126,9 @@ class Walk:
 
     def _run(self, stage: Stage, key: str, trees: Mapping[str, Tree], digests: Mapping[str, str]) -> Record:
         folder = self.store.folder("jobs", key.removeprefix("sha256:")[:40])
-        for name in ("in", "out"):
-            clear(folder / name)
+        _empty(folder)
         with disk_errors():
+            (folder / "in").mkdir()
             (folder / "out").mkdir()
             (folder / "scratch").mkdir(exist_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -163,15 +163,24 @@ class Walk:
             report = _truth(folder / "out" / REPORT, stage, key, ended)
             outputs = self.store.collect(folder / "out", stage.outputs)
         except ReleaseError:
-            for name in ("in", "out"):
-                clear(folder / name)
+            _empty(folder)
             raise
         clear(folder)
         return Record(report=report, outputs=outputs)
 
 
+def _empty(folder: Path) -> None:
+    """Leave nothing of an earlier try in a job folder but its scratch."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            if entry.name != "scratch":
+                clear(entry)
+        else:
+            entry.unlink()
+
+
 def last_runs(store: Store, recipe: str, stages: Iterable[str]) -> list[dict[str, str]]:
-    """How the last execution of each stage of a recipe ended: `done`, `failed`, `stopped`, `running` or `never`."""
+    """How each stage's last execution ended: `done`, `failed`, `stopped`, `running`, `killed` or `never`."""
     rows: list[dict[str, str]] = []
     for stage in stages:
         try:
@@ -179,7 +188,10 @@ def last_runs(store: Store, recipe: str, stages: Iterable[str]) -> list[dict[str
         except FileNotFoundError:
             rows.append({"stage": stage, "state": "never"})
             continue
-        rows.append({name: str(value) for name, value in parse_json(data, file=f"{stage}.json").items()})
+        row = {name: str(value) for name, value in parse_json(data, file=f"{stage}.json").items()}
+        if row["state"] == "running" and not store.locked(row["key"]):
+            row["state"] = "killed"
+        rows.append(row)
     return rows
 
 
@@ -202,6 +214,8 @@ def _truth(path: Path, stage: Stage, key: str, ended: Ended) -> JobReport:
             expected="a report",
             actual=f"exit code {ended.exit_code}",
         )
+    if path.stat().st_size > MAX_REPORT_BYTES:
+        raise ReleaseError("BROKEN_WORKER", f"stage {stage.name} wrote a report beyond {MAX_REPORT_BYTES} bytes")
     data = path.read_bytes()
     parse_json(data, file=REPORT, limit=MAX_REPORT_BYTES)
     report = receive(JobReport, data, file=REPORT)

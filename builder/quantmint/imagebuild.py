@@ -40,6 +40,7 @@ from quantmint.store import Store, disk_errors, hash_file
 from quantmint.wheels import whole_wheel
 
 BUILD_LABEL = "dev.quantmint.build"
+LOCK_LABEL = "dev.quantmint.lock"
 LOCAL_PINS = "Written by `quantmint images build`: what was built on this machine. Comes before images/pins.toml."
 
 

@@ -7,6 +7,7 @@ listed below, and it can never switch off a fix of an overlay.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -27,7 +28,6 @@ ENVIRONMENT = frozenset(
         "VLLM_CPU_KVCACHE_SPACE",
         "VLLM_CPU_OMP_THREADS_BIND",
         "VLLM_CPU_NUM_OF_RESERVED_CPU",
-        "VLLM_PLUGINS",
     }
 )
 """Environment variables that a recipe may set."""
@@ -57,12 +57,51 @@ OWNED_FLAGS = frozenset(
 )
 """Flags that fields of the recipe or the caller render; `flags` may not repeat them."""
 
-FORBIDDEN_FLAGS = frozenset({"--api-key", "--download-dir", "--hf-token", "--trust-remote-code", "--uds"})
-"""Flags that would run foreign code, carry a secret or name a place on a host."""
+FLAGS = frozenset(
+    {
+        "--async-scheduling",
+        "--attention-backend",
+        "--block-size",
+        "--compilation-config",
+        "--cpu-offload-gb",
+        "--data-parallel-size",
+        "--disable-custom-all-reduce",
+        "--distributed-executor-backend",
+        "--dtype",
+        "--enable-chunked-prefill",
+        "--enable-expert-parallel",
+        "--enable-prefix-caching",
+        "--enforce-eager",
+        "--gpu-memory-utilization",
+        "--headless",
+        "--kv-cache-memory-bytes",
+        "--master-addr",
+        "--master-port",
+        "--max-logprobs",
+        "--max-num-batched-tokens",
+        "--moe-backend",
+        "--nnodes",
+        "--no-async-scheduling",
+        "--no-enable-chunked-prefill",
+        "--no-enable-prefix-caching",
+        "--node-rank",
+        "--pipeline-parallel-size",
+        "--safetensors-load-strategy",
+        "--seed",
+        "--structured-outputs-config",
+        "--tensor-parallel-size",
+    }
+)
+"""Engine flags that a recipe may give, by their whole names: the engine itself would accept any abbreviation."""
+
+EXECUTORS = frozenset({"external_launcher", "mp", "ray", "uni"})
+"""Values of --distributed-executor-backend; anything else would name a class to import."""
+
+_NUMBER = re.compile(r"-\d+(\.\d+)?", re.ASCII)
 
 
 class LaunchRecipe(Document):
-    """How a package is served on a target: `context_length` in tokens, `flags` further engine arguments, verbatim."""
+    """How a package is served on a target: `context_length` in tokens, `flags` some of `FLAGS`, verbatim."""
 
     version: Literal[1] = 1
     target: Name
@@ -84,14 +123,7 @@ class LaunchRecipe(Document):
                 raise ValueError(f"environment: {variable} may not be set; allowed: {', '.join(sorted(ENVIRONMENT))}")
             if "\x00" in value or "/" in value:
                 raise ValueError(f"environment: {variable} holds a path or a NUL")
-        for flag in self.flags:
-            name = flag.split("=", 1)[0].replace("_", "-") if flag.startswith("-") else ""
-            if name in OWNED_FLAGS:
-                raise ValueError(f"flags: {name} has a field of its own")
-            if name in FORBIDDEN_FLAGS:
-                raise ValueError(f"flags: {name} is not allowed in a launch recipe")
-            if "\x00" in flag or flag.partition("=")[2].startswith("/") or flag.startswith("/"):
-                raise ValueError(f"flags: {flag[:80]!r} names a place on a host")
+        _check_flags(self.flags)
         return self
 
     def engine_flags(self) -> tuple[str, ...]:
@@ -134,6 +166,35 @@ class LaunchRecipe(Document):
             if table:
                 lines += ["", f"[{name}]", *(f"{_toml(key)} = {_toml(value)}" for key, value in sorted(table.items()))]
         return "\n".join(lines) + "\n"
+
+
+def _check_flags(flags: tuple[str, ...]) -> None:
+    """Each item is an allowed flag, alone or with `=VALUE`, or the one value of the flag before it.
+
+    Raises:
+        ValueError: it is something else, or a value names a place on a host.
+    """
+    waiting: str | None = None
+    for item in flags:
+        if item.startswith("-") and not _NUMBER.fullmatch(item):
+            name, given, value = item.partition("=")
+            if name in OWNED_FLAGS:
+                raise ValueError(f"flags: {name} has a field of its own")
+            if name not in FLAGS:
+                raise ValueError(f"flags: {name[:80]!r} is not allowed in a launch recipe; allowed: {_listed(FLAGS)}")
+            waiting = None if given else name
+        elif waiting is None:
+            raise ValueError(f"flags: {item[:80]!r} is the value of no flag")
+        else:
+            name, given, value, waiting = waiting, "=", item, None
+        if "\x00" in value or value.startswith(("/", "~")) or '"/' in value:
+            raise ValueError(f"flags: {value[:80]!r} names a place on a host")
+        if given and name == "--distributed-executor-backend" and value not in EXECUTORS:
+            raise ValueError(f"flags: {name} is one of {_listed(EXECUTORS)}")
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _toml(value: Any) -> str:

@@ -7,9 +7,8 @@ ecosystem's own model-signing statement. Pure: nothing here opens a file or chec
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -17,15 +16,17 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from quantmint.artifact import Artifact, Digest, RelPath, Tree, digest_of
-from quantmint.document import Document, Received, json_schema, receive
+from quantmint.document import Document, Received, json_schema, receive_value
 from quantmint.errors import ReleaseError
-from quantmint.evidence import Evidence, Finding, Verdict
+from quantmint.evidence import Evidence, Finding, Scalar, Threshold, Verdict, judge
 from quantmint.statement import Annotations, DigestSet, Hex256, Statement, Subject, parse_statement, statement_bytes
 
 PREDICATE_TYPE = "https://quantmint.dev/release/v1"
 MODEL_PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 RELEASE_FILE = "release.sigstore.json"
 MODEL_FILE = "model.sig"
+RECIPE_FILE = "evidence/recipe.toml"
+PLAN_FILE = "evidence/plan.json"
 UNSIGNED = frozenset({RELEASE_FILE, MODEL_FILE, ".gitattributes"})
 """The only files of a package that are not subjects: the two signatures, and the one that the Hub edits."""
 DOWNLOAD_CACHE = ".cache/huggingface"
@@ -98,7 +99,8 @@ class Builder(Document):
 class Predicate(Document):
     """What a release claims. `epoch` only ever grows; `supersedes` is the digest of the payload it replaces.
 
-    A grade of `release` can be written only when containers ran every stage and every gate passed.
+    A grade of `release` can be written only when containers ran every stage and every gate passed. `model_signature`
+    says that `model.sig` goes with the statement, so that its absence is noticed.
     """
 
     release: ReleaseName
@@ -116,11 +118,16 @@ class Predicate(Document):
     epoch: Annotated[int, Field(ge=0, le=2**53 - 1)]
     supersedes: Digest | None = None
     builder: Builder
+    model_signature: Literal[True] = True
 
     @model_validator(mode="after")
     def _grade_is_earned(self) -> Self:
         if self.grade == "release":
-            reasons = development_because(self.runner, ((gate.gate, gate.verdict) for gate in self.gates))
+            reasons = development_because(
+                self.runner,
+                ((gate.gate, gate.verdict) for gate in self.gates),
+                skipped=(entry.gate for entry in self.skipped_gates),
+            )
             if reasons:
                 raise ValueError(f"grade release is not earned: {reasons[0]}")
         return self
@@ -157,13 +164,23 @@ class ReceivedFile(Received):
     digest: Digest
 
 
+class ReceivedThreshold(Received):
+    """See `evidence.Threshold`. An operator that cannot be judged here is refused, not ignored."""
+
+    measurement: str
+    op: Literal["==", ">=", "<="]
+    value: Scalar
+
+
 class ReceivedGate(Received):
-    """See `evidence.Evidence`; measurements and environment stay in `Release.statement.predicate`."""
+    """See `evidence.Evidence`; the environment stays in `Release.statement.predicate`."""
 
     gate: str
     target: str
     verdict: str
     reasons: tuple[str, ...] = ()
+    thresholds: tuple[ReceivedThreshold, ...] = ()
+    measurements: dict[str, Scalar] = Field(default_factory=dict)
     files: tuple[ReceivedFile, ...] = ()
 
 
@@ -201,6 +218,7 @@ class ReceivedPredicate(Received):
     epoch: Annotated[int, Field(ge=0, le=2**53 - 1)]
     supersedes: Digest | None = None
     builder: ReceivedBuilder
+    model_signature: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,17 +261,41 @@ class Found:
     lfs_oid: str | None = None
 
 
-def development_because(runner: str, gates: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+def development_because(
+    runner: str,
+    gates: Iterable[tuple[str, str]],
+    *,
+    skipped: Iterable[str] = (),
+    unasked: Iterable[str] = (),
+    bare: Iterable[str] = (),
+) -> tuple[str, ...]:
     """Why a release with these facts is of development grade; empty when it may be called a release.
 
-    `gates` gives (gate, verdict) of every gate that was run.
+    `gates` gives (gate, verdict) of every gate that was run, `skipped` the gates left out, `unasked` the targets that
+    no gate was run for, `bare` the gates that were judged and left no evidence file.
     """
     verdicts = tuple(gates)
+    known = {gate for gate, verdict in verdicts if verdict != Verdict.PASSED}
     reasons = [] if runner == "container" else [f"stages ran in the {runner} runner, not in containers"]
     if not verdicts:
         reasons.append("no gate was run")
     reasons.extend(f"gate {gate} is {verdict}" for gate, verdict in verdicts if verdict != Verdict.PASSED)
+    reasons.extend(f"gate {gate} was skipped" for gate in skipped if gate not in known)
+    reasons.extend(f"no gate was run for the target {target}" for target in unasked)
+    reasons.extend(f"gate {gate} has no evidence file" for gate in bare if gate not in known)
     return tuple(reasons)
+
+
+def _development_because(predicate: ReceivedPredicate) -> tuple[str, ...]:
+    gates = predicate.gates
+    asked = {gate.target for gate in gates}
+    return development_because(
+        predicate.runner,
+        ((gate.gate, gate.verdict) for gate in gates),
+        skipped=(entry.gate for entry in predicate.skipped_gates),
+        unasked=(target for target in predicate.targets if target not in asked),
+        bare=(gate.gate for gate in gates if gate.thresholds and not gate.files),
+    )
 
 
 def subjects_of(tree: Tree, blake3: Mapping[str, str]) -> tuple[Subject, ...]:
@@ -312,43 +354,74 @@ def parse_release(payload: bytes, *, file: str) -> Release:
 
 
 def contradictions(release: Release) -> tuple[FileFinding, ...]:
-    """Where the claims contradict the signed files or each other: evidence, overlay, grade. One finding each."""
+    """Where the claims contradict the signed files or each other: files, verdicts, grade. One finding each."""
+    return (*_against_files(release), *_against_verdicts(release.predicate), *_against_grade(release.predicate))
+
+
+def _against_files(release: Release) -> Iterator[FileFinding]:
+    """Files that a claim names and that are not signed so; recipe and plan may be left out of a package."""
     predicate = release.predicate
     signed = {subject.name: subject for subject in release.statement.subjects}
-    claimed = [
-        (f"evidence of gate {gate.gate}", item.path, item.digest) for gate in predicate.gates for item in gate.files
+    claimed: list[tuple[str, str, str, int | None]] = [
+        (f"evidence of gate {gate.gate}", item.path, item.digest, item.size)
+        for gate in predicate.gates
+        for item in gate.files
     ]
     if predicate.overlay is not None:
-        claimed.append(("the overlay", predicate.overlay.file, predicate.overlay.digest))
-    findings: list[FileFinding] = []
-    for what, path, digest in claimed:
+        claimed.append(("the overlay", predicate.overlay.file, predicate.overlay.digest, None))
+    documents = (("the recipe", RECIPE_FILE, predicate.recipe), ("the plan", PLAN_FILE, predicate.plan))
+    claimed.extend((what, path, digest, None) for what, path, digest in documents if path in signed)
+    for what, path, digest, size in claimed:
         subject = signed.get(path)
         actual = None if subject is None else f"sha256:{subject.digest.sha256}"
-        if actual != digest:
-            message = (
-                f"{what} is claimed as {path}, which is {'not signed' if actual is None else 'signed with other bytes'}"
+        other = "not signed" if subject is None else "signed with other bytes"
+        if actual == digest and subject is not None:
+            if size in (None, subject.size):
+                continue
+            other = f"signed with {subject.size} bytes, not {size}"
+        yield FileFinding(
+            code="CLAIM_CONTRADICTED",
+            message=f"{what} is claimed as {path}, which is {other}",
+            file=path,
+            expected=digest,
+            actual=actual,
+            expected_size=size,
+            actual_size=None if subject is None else subject.size,
+        )
+
+
+def _against_verdicts(predicate: ReceivedPredicate) -> Iterator[FileFinding]:
+    """Gates that passed, they say, and do not when their own measurements are judged again."""
+    for gate in predicate.gates:
+        thresholds = tuple(
+            Threshold(measurement=line.measurement, op=line.op, value=line.value) for line in gate.thresholds
+        )
+        verdict, reasons = judge(thresholds, gate.measurements)
+        if gate.verdict == Verdict.PASSED and verdict is not Verdict.PASSED:
+            yield FileFinding(
+                code="CLAIM_CONTRADICTED",
+                message=f"gate {gate.gate} is claimed to have passed on {gate.target}, but {reasons[0]}",
+                file=RELEASE_FILE,
+                expected=verdict.value,
+                actual=gate.verdict,
             )
-            findings.append(
-                FileFinding(code="CLAIM_CONTRADICTED", message=message, file=path, expected=digest, actual=actual)
-            )
+
+
+def _against_grade(predicate: ReceivedPredicate) -> Iterator[FileFinding]:
     if predicate.grade == "release":
-        findings.extend(
-            FileFinding(
+        for reason in _development_because(predicate):
+            yield FileFinding(
                 code="CLAIM_CONTRADICTED",
                 message=f"grade release is claimed, but {reason}",
                 file=RELEASE_FILE,
                 expected="development",
                 actual="release",
             )
-            for reason in development_because(predicate.runner, ((gate.gate, gate.verdict) for gate in predicate.gates))
-        )
-    return tuple(findings)
 
 
 def earned_grade(predicate: ReceivedPredicate) -> Grade:
     """The grade that the facts of `predicate` earn, whatever it claims; never better than the claim."""
-    facts = development_because(predicate.runner, ((gate.gate, gate.verdict) for gate in predicate.gates))
-    return "development" if facts else predicate.grade
+    return "development" if _development_because(predicate) else predicate.grade
 
 
 def compare(signed: Iterable[Subject], found: Iterable[Found]) -> tuple[FileFinding, ...]:
@@ -531,7 +604,7 @@ R = TypeVar("R", bound=Received)
 
 
 def _received(model: type[R], predicate: Mapping[str, Any], file: str) -> R:
-    return receive(model, json.dumps(predicate).encode(), file=file)
+    return receive_value(model, predicate, file=file)
 
 
 def _root(digests: Iterable[str]) -> str:

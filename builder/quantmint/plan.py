@@ -16,7 +16,7 @@ from quantmint import tiers
 from quantmint.artifact import Digest, Tree
 from quantmint.checkpoint import TensorSpec, carried_over, encode_index, shards
 from quantmint.document import Document
-from quantmint.evidence import Threshold
+from quantmint.evidence import Scalar, Threshold
 from quantmint.geometry import Geometry, ModelTensor, Role
 from quantmint.placement import Placement, Stored, compact
 from quantmint.recipe import GIB, Calibration, Gate, Limits, Recipe
@@ -29,10 +29,17 @@ CHECK_THRESHOLDS = tuple(
     Threshold(measurement=name, op="==", value=0)
     for name in (
         "tensors_missing", "tensors_unexpected", "tensors_wrong_shape", "tensors_changed", "fused_scales_unequal",
-        "files_missing", "files_unexpected", "files_changed", "config_changed", "metadata_surplus",
+        "files_missing", "files_unexpected", "files_changed", "config_changed", "metadata_surplus", "documents_wrong",
     )
 )  # fmt: skip
-"""What every plan demands of its checkpoint, whatever the recipe says."""
+"""What every plan demands of its checkpoint, whatever the recipe says; its sizes come from the plan's own numbers."""
+
+ERROR_MAX = 0.2
+"""Largest relative error ‖W - Ŵ‖ / ‖W‖ of a quantized matrix that every plan accepts.
+
+For weights of bell shape NVFP4 gives 0.09 to 0.12 (16 values share an E4M3 scale, e2m1 keeps one fraction bit), FP8
+0.03. Codes that are zero give 1, random ones more than 1, a scale that is wrong by a power of two 0.5 or more.
+"""
 
 TITLES: Mapping[Role, str] = {
     Role.ROUTED_EXPERTS: "routed experts",
@@ -234,12 +241,16 @@ def _short(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Forecast:
-    """What the build makes: components in reading order, all tensors, and the routed experts' share."""
+    """What the build makes: components in reading order, all tensors, and the routed experts' share.
+
+    `quantized_tensors` counts those that an engine decodes together: codes and scales of 4 bits and fewer.
+    """
 
     components: tuple[Component, ...]
     specs: tuple[TensorSpec, ...]
     nominal_bits: float
     expert_bytes: int
+    quantized_tensors: int
 
 
 def _forecast_quantize(placement: Placement, geometry: Geometry) -> _Forecast:
@@ -266,7 +277,8 @@ def _forecast_quantize(placement: Placement, geometry: Geometry) -> _Forecast:
         tiers.weights_in((tensor.spec,)) * NOMINAL_BITS[placement.precision(tensor)] for tensor in experts
     ) / tiers.weights_in([tensor.spec for tensor in experts])
     expert_bytes = sum(e.spec.nbytes for e in stored if e.source is not None and e.source.role is Role.ROUTED_EXPERTS)
-    return _Forecast(_ordered(components), tuple(entry.spec for entry in stored), nominal, expert_bytes)
+    packed = sum(entry.precision is Precision.NVFP4_W4A16 for entry in stored)
+    return _Forecast(_ordered(components), tuple(entry.spec for entry in stored), nominal, expert_bytes, packed)
 
 
 def _forecast_tiers(recipe: Recipe, geometry: Geometry) -> _Forecast:
@@ -318,7 +330,8 @@ def _forecast_tiers(recipe: Recipe, geometry: Geometry) -> _Forecast:
             )
         )
     nominal = (hot_count * 4 + tail.experts_per_layer * tail.bits) / geometry.num_experts
-    return _Forecast(_ordered(components), tuple(specs), nominal, expert_bytes)
+    packed = sum(map(len, groups.values()))
+    return _Forecast(_ordered(components), tuple(specs), nominal, expert_bytes, packed)
 
 
 def kv_scales_of_source(geometry: Geometry) -> tuple[TensorSpec, ...]:
@@ -417,12 +430,13 @@ class _Draft:
             "placement": [rule.as_json() for rule in table.placement],
             "kv_cache_scales": table.kv_cache_scales,
             "geometry": self.geometry.model_dump(mode="json"),
+            "algorithm": table.algorithm,
+            **calibration,
         }
         quantize = _stage(
             "quantize", "build", f"quantize/{table.producer}", "modelopt",
             params={
-                **placement, **calibration,
-                "algorithm": table.algorithm, "shard_bytes": table.shard_bytes, "seed": table.seed,
+                **placement, "shard_bytes": table.shard_bytes, "seed": table.seed,
             },
             seed=table.seed, inputs=(*inputs, *texts), outputs=(_tree("checkpoint"),), limits=table,
         )  # fmt: skip
@@ -553,10 +567,14 @@ def make_plan(
         table = recipe.quantize
         placement = Placement.of(table.placement, geometry, kv_scales=table.kv_cache_scales)
         forecast = _forecast_quantize(placement, geometry)
+        matrices = sum(placement.precision(tensor) is not Precision.BF16 for tensor in geometry.tensors)
+        error = Threshold(measurement="quantized_error_max", op="<=", value=ERROR_MAX)
+        values = (*_lines(quantized_compared=matrices), error)
         limit = table.shard_bytes
     else:
         assert recipe.tiers is not None
         forecast = _forecast_tiers(recipe, geometry)
+        values = ()
         limit = recipe.tiers.shard_bytes
     digests = {
         name: source.digest or (trees[name].digest if name in trees else None)
@@ -570,8 +588,17 @@ def make_plan(
         )
         for name, source in sorted(recipe.sources.items())
     )  # fmt: skip
-    check = Acceptance(stage="check", thresholds=CHECK_THRESHOLDS)
-    gates = (Acceptance(stage=gate.name, target=gate.target, thresholds=gate.thresholds) for gate in recipe.gates)
+    expected = _expected(recipe, geometry, forecast, limit, planned, trees.get(recipe.build_source))
+    sizes = _lines(tensors=expected.tensors, total_bytes=expected.tensor_bytes, effective_bits=expected.effective_bits)
+    check = Acceptance(stage="check", thresholds=CHECK_THRESHOLDS + sizes + values)
+    gates = (
+        Acceptance(
+            stage=gate.name,
+            target=gate.target,
+            thresholds=_merged(_demanded(gate, recipe, geometry, forecast), gate.thresholds),
+        )
+        for gate in recipe.gates
+    )
     names = sorted({stage.image for stage in stages if stage.image is not None})
     return Plan(
         recipe=recipe.name,
@@ -585,12 +612,40 @@ def make_plan(
         files=dict(sorted(files.items())),
         stages=stages,
         package=("quantize" if recipe.quantize is not None else "assemble", "checkpoint"),
-        expected=_expected(recipe, geometry, forecast, limit, planned, trees.get(recipe.build_source)),
+        expected=expected,
         arithmetic=forecast.components,
         targets=tuple(target.name for target in recipe.targets),
         acceptance=(check, *gates),
         not_runnable=tuple(sorted({stage.handler for stage in stages if stage.handler not in HANDLERS})),
     )
+
+
+def _lines(**wanted: Scalar) -> tuple[Threshold, ...]:
+    return tuple(Threshold(measurement=name, op="==", value=value) for name, value in wanted.items())
+
+
+def _demanded(gate: Gate, recipe: Recipe, geometry: Geometry, forecast: _Forecast) -> tuple[Threshold, ...]:
+    """What a gate of this handler must measure whatever the recipe says: numbers that follow from the model alone."""
+    overlay = {} if recipe.overlay is None else {"overlays_applied": 1, "overlay_fixes_disabled": 0}
+    if gate.handler == "gates/load":
+        return _lines(
+            engine_loaded=True, tensors_total=len(forecast.specs), tensors_different=0, tensors_absent=0,
+            tensors_unaccounted=0, quantized_tensors=forecast.quantized_tensors, quantized_different=0,
+            router_biases_compared=len(geometry.sparse_layers), parameters_engine_unmatched=0, logits_finite=True,
+            **overlay,
+        )  # fmt: skip
+    launch = recipe.launch_for(gate.target)
+    if gate.handler == "gates/api" and launch is not None:
+        return _lines(
+            server_ready=True, server_exits=0, server_errors=0, probes_unanswered=0, stream_mismatches=0,
+            marker_leaks=0, context_length_served=launch.context_length, **overlay,
+        )  # fmt: skip
+    return ()
+
+
+def _merged(demanded: tuple[Threshold, ...], own: tuple[Threshold, ...]) -> tuple[Threshold, ...]:
+    """All lines, each once: every one of them must hold, so that a recipe can add and tighten, never loosen."""
+    return tuple({line.canonical(): line for line in (*demanded, *own)}.values())
 
 
 def _expected(

@@ -22,15 +22,34 @@ from quantmint.artifact import digest_of
 from quantmint.document import canonical
 from quantmint.runner import ENVIRONMENT, NATIVE, Ended, OnEvent, RunnerKind, wheels
 from quantmint.stage import Hints
-from quantmint.store import clear
+from quantmint.store import clear, disk_errors
 
 Environments = Callable[[str], tuple[Path, str]]
 """Image name → (python of its virtual environment, digest of its lock file)."""
 
 
+MAX_LINE = 1024 * 1024
 HOME_PARENT = "/tmp"  # noqa: S108  mkdtemp makes a private folder in it
 HOME_PREFIX = "quantmint-"
 """A job's HOME and TMPDIR: short, because engines put sockets there and a socket's path has 107 characters at most."""
+
+
+def builder_mark() -> str:
+    """This builder: boot, pid namespace, pid and start time; tells a living owner from a dead one after any kill."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+    namespace = Path("/proc/self/ns/pid").readlink()
+    return f"{boot}|{namespace}|{os.getpid()}|{started_at(os.getpid())}"
+
+
+def abandoned(mark: str) -> bool:
+    """Whether the builder of `mark` is gone; one in another pid namespace of this boot counts as living."""
+    boot, _, rest = mark.partition("|")
+    namespace, _, rest = rest.partition("|")
+    pid, _, started = rest.partition("|")
+    here = builder_mark().split("|")
+    if boot != here[0]:
+        return True
+    return namespace == here[1] and pid.isdigit() and started_at(int(pid)) != started
 
 
 def started_at(pid: int) -> str | None:
@@ -76,27 +95,37 @@ class ProcessRunner:
             **({"LD_LIBRARY_PATH": str(native)} if native.is_dir() else {}),
             "PYTHONPATH": ":".join(str(folder / name) for name in wheels(folder)),
         }
-        with log.open("ab") as stderr:
-            process = subprocess.Popen(  # noqa: S603  our own interpreter and our own module
-                [str(python), "-m", "quantmint.worker", str(folder)],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,
-                text=True,
-            )
-            owner = {"pid": process.pid, "started": started_at(process.pid), "home": home.name}
-            (folder / "owner.json").write_text(json.dumps(owner))
-            try:
-                return self._wait(process, hints, on_event)
-            finally:
+        note = folder / "owner.json"
+        process: subprocess.Popen[str] | None = None
+        try:
+            with log.open("ab") as stderr:
+                process = subprocess.Popen(  # noqa: S603  our own interpreter and our own module
+                    [str(python), "-P", "-m", "quantmint.worker", str(folder)],
+                    cwd=folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    start_new_session=True,
+                    text=True,
+                )
+            owner = {
+                "builder": builder_mark(),
+                "pid": process.pid,
+                "started": started_at(process.pid),
+                "home": home.name,
+            }
+            with disk_errors():
+                note.write_text(json.dumps(owner), "utf-8")
+            return self._wait(process, hints, on_event)
+        finally:
+            if process is not None:
                 _kill_group(process.pid)
                 process.wait()
                 if process.stdout is not None:
                     process.stdout.close()
-                clear(home)
+            clear(home)
+            note.unlink(missing_ok=True)
 
     def _wait(self, process: subprocess.Popen[str], hints: Hints, on_event: OnEvent) -> Ended:
         assert process.stdout is not None
@@ -115,11 +144,14 @@ class ProcessRunner:
         removed = 0
         for note in self._jobs.glob("*/owner.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                owner: Mapping[str, Any] = json.loads(note.read_text())
+                owner: Mapping[str, Any] = json.loads(note.read_text("utf-8"))
+                if not abandoned(str(owner["builder"])):
+                    continue
                 removed += _kill_session(int(owner["pid"]), str(owner["started"]))
                 name = str(owner["home"])
-                if name.startswith(HOME_PREFIX) and "/" not in name and started_at(int(owner["pid"])) is None:
+                if name.startswith(HOME_PREFIX) and "/" not in name:
                     clear(Path(HOME_PARENT) / name)
+                note.unlink()
         return removed
 
 
@@ -151,10 +183,11 @@ def _kill_session(leader: int, started: str) -> int:
 
 def _read_events(stream: IO[str], on_event: OnEvent) -> None:
     with contextlib.suppress(ValueError):  # closed while it was read: the job was killed
-        for line in stream:
+        while line := stream.readline(MAX_LINE):
             event = parse_event(line)
             if event is not None:
-                on_event(event)
+                with contextlib.suppress(OSError):  # nobody reads any more; the job's pipe is drained all the same
+                    on_event(event)
 
 
 def parse_event(line: str) -> dict[str, Any] | None:

@@ -6,9 +6,10 @@ Reads what people wrote and turns it into a plan; decides nothing. Paths of this
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from quantmint.plan import Plan, make_plan
 from quantmint.recipe import Recipe
 from quantmint.runner import RunnerKind
 from quantmint.source import tree_at
-from quantmint.store import Store
+from quantmint.store import Store, clear
 from quantmint.wheels import overlay_wheel, worker_wheel
 
 
@@ -143,14 +144,12 @@ class Project:
             artifact = self.store.add_file(place)
             files[name] = artifact.digest
             pinned[artifact.digest] = Tree.of([artifact])
-        worker = Tree.of([self.store.add_file(worker_wheel(self.root, self.store.folder("wheels")))])
+        worker = self._wheel(worker_wheel, self.root)
         wheels = {"worker": worker.digest}
         pinned[worker.digest] = worker
         overlay = None
         if recipe.overlay is not None and (self.root / legal_path(recipe.overlay.path)).is_dir():
-            overlay = Tree.of(
-                [self.store.add_file(overlay_wheel(self.root / recipe.overlay.path, self.store.folder("wheels")))]
-            )
+            overlay = self._wheel(overlay_wheel, self.root / recipe.overlay.path)
             wheels["overlay"] = overlay.digest
             pinned[overlay.digest] = overlay
         sources = {
@@ -180,6 +179,14 @@ class Project:
         )
         engines = _engines(self.store, overlay) if overlay is not None else ()
         return Prepared(authored, plan, pinned, overlay, engines, worker.artifacts[0].digest, config)
+
+    def _wheel(self, build: Callable[[Path, Path], Path], root: Path) -> Tree:
+        """A wheel built in a folder of this process's own and taken into the store."""
+        folder = self.store.folder("drafts", f"{root.name}.{os.getpid()}")
+        try:
+            return Tree.of([self.store.add_file(build(root, folder))])
+        finally:
+            clear(folder)
 
     def _config(self, name: str) -> Any:
         """The model's configuration; it is of this project, so a mistake in it is the author's."""

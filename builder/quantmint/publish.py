@@ -13,9 +13,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from quantmint.artifact import digest_of
 from quantmint.errors import ReleaseError
 from quantmint.process import started_at
-from quantmint.store import clear, disk_errors
+from quantmint.store import Store, clear, disk_errors
 from quantmint.verify import list_package, read_release
 
 _RENAME_EXCHANGE = 2
@@ -25,8 +26,7 @@ _AT_FDCWD = -100
 @contextlib.contextmanager
 def staging(out: Path) -> Iterator[Path]:
     """An empty folder beside `out`, on the same file system, gone afterwards unless it was published."""
-    with disk_errors():
-        out.parent.mkdir(parents=True, exist_ok=True)
+    require_parent(out)
     _sweep(out)
     folder = out.parent / f".{out.name}.staging-{os.getpid()}-{started_at(os.getpid())}"
     clear(folder)
@@ -35,6 +35,19 @@ def staging(out: Path) -> Iterator[Path]:
         yield folder
     finally:
         clear(folder)
+
+
+def require_parent(out: Path) -> None:
+    """Make the folder that `out` goes into, and see that it can be written.
+
+    Raises:
+        ReleaseError: STORAGE_UNUSABLE or DISK_FULL.
+    """
+    with disk_errors():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        probe = out.parent / f".{out.name}.probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
 
 
 def _sweep(out: Path) -> None:
@@ -92,19 +105,77 @@ def require_free(out: Path, release: str) -> None:
 _OURS = frozenset({"release.sigstore.json", "model.sig", ".gitattributes"})
 
 
-def publish(package: Path, out: Path, release: str) -> None:
-    """Make the sealed folder `package` (from `staging`) appear at `out` in one step.
+def key_place(out: Path) -> Path:
+    """Where the public half of the signing key goes: beside the package, `NAME.pub`."""
+    return out.with_name(out.name + ".pub")
+
+
+def require_key_place(out: Path, store: Store, key: bytes | None) -> None:
+    """Return when the public key may be written beside `out`: nothing is there, or what a release put there.
+
+    `key` is the PEM of the key that will sign, when it is known.
 
     Raises:
-        ReleaseError: as `require_free`; DISK_FULL.
+        ReleaseError: OUTPUT_NOT_EMPTY.
+    """
+    place = key_place(out)
+    if not place.exists() and not place.is_symlink():
+        return
+    ours = False
+    if place.is_file() and not place.is_symlink():
+        data = place.read_bytes()
+        ours = data == key or _published(store, data).exists()
+        if not ours:
+            with contextlib.suppress(ReleaseError):
+                read_release(out, public_key=place)
+                ours = True
+    if not ours:
+        raise ReleaseError(
+            "OUTPUT_NOT_EMPTY",
+            "where the public key of the release would go stands something that no release put there",
+            file=str(place),
+            expected="nothing, or the key of the package beside it",
+        )
+
+
+def _published(store: Store, key: bytes) -> Path:
+    return store.folder("published") / digest_of(key).removeprefix("sha256:")
+
+
+def publish(package: Path, out: Path, release: str, key: bytes, store: Store) -> None:
+    """Make the sealed folder `package` (from `staging`) appear at `out` in one step, and its public key beside it.
+
+    The key is on disk before the package appears and takes its name right after; see `recover`.
+
+    Raises:
+        ReleaseError: as `require_free` and `require_key_place`; DISK_FULL or STORAGE_UNUSABLE.
     """
     require_free(out, release)
+    require_key_place(out, store, key)
+    place = key_place(out)
     with disk_errors():
+        waiting = place.with_name(f".{place.name}.new")
+        waiting.write_bytes(key)
+        _published(store, key).write_bytes(b"")
         if out.exists() and any(out.iterdir()):
             _exchange(package, out)
             clear(package)
         else:
             package.rename(out)
+        waiting.replace(place)
+
+
+def recover(out: Path) -> None:
+    """Finish what a killed builder left between the two steps of `publish`: the package is there, its key waits."""
+    place = key_place(out)
+    waiting = place.with_name(f".{place.name}.new")
+    if waiting.is_file() and not waiting.is_symlink():
+        try:
+            read_release(out, public_key=waiting)
+        except ReleaseError:
+            waiting.unlink()
+        else:
+            waiting.replace(place)
 
 
 def _exchange(one: Path, other: Path) -> None:

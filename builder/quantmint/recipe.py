@@ -246,8 +246,8 @@ class Gate(Limits):
     """One of the targets."""
     params: Annotated[dict[str, Any], Field(default_factory=dict)]
     """Locked parameters of the measurement."""
-    thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)]
-    """Locked acceptance."""
+    thresholds: tuple[Threshold, ...] = ()
+    """Locked acceptance, beyond what every gate of this handler demands anyway; it can only add."""
     probes: RelPath | None = None
     """A file of this project with the probes, pinned by its digest in the plan."""
     sources: tuple[Name, ...] = ()
@@ -257,6 +257,8 @@ class Gate(Limits):
     def _no_reserved_parameter(self) -> Self:
         if "launch" in self.params:
             raise ValueError("params: launch is taken from the recipe's launch table")
+        if not self.thresholds and self.handler not in SERVING_HANDLERS:
+            raise ValueError(f"thresholds: nothing is accepted; {self.handler} has no acceptance of its own")
         return self
 
 
@@ -335,7 +337,19 @@ class Recipe(Authored):
         for gate in self.gates:
             if gate.name in RESERVED_STAGES:
                 raise ValueError(f"gates.{gate.name}: the name belongs to a stage of every plan")
+        self._every_target_is_asked(targets)
         return self
+
+    def _every_target_is_asked(self, targets: list[str]) -> None:
+        asked = {gate.target for gate in self.gates}
+        for name in targets:
+            if name not in asked:
+                raise ValueError(f"targets: no gate asks anything on {name!r}, so nothing may be promised for it")
+        for gate in self.gates:
+            if gate.handler in SERVING_HANDLERS and self.launch_for(gate.target) is None:
+                raise ValueError(f"gates.{gate.name}: {gate.handler} needs a launch entry for {gate.target!r}")
+            if gate.handler == "gates/api" and gate.probes is None:
+                raise ValueError(f"gates.{gate.name}: gates/api needs probes, or it would ask almost nothing")
 
     def _named_sources(self) -> Iterable[tuple[str, str]]:
         if self.quantize is not None:
@@ -398,6 +412,9 @@ class Recipe(Authored):
         """The launch recipe of a target, or None."""
         return next((launch for launch in self.launch if launch.target == target), None)
 
+
+SERVING_HANDLERS = frozenset({"gates/load", "gates/api"})
+"""Handlers that start the engine as the launch entry of their target says."""
 
 RESERVED_STAGES = frozenset(
     {"fetch", "quantize", "saliency", "tiers", "tails", "assemble", "check", "card", "seal", "publish", "verify"}

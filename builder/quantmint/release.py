@@ -15,9 +15,9 @@ from quantmint.evidence import Evidence
 from quantmint.execute import Finished, Walk
 from quantmint.package import assemble, demand_passed, evidence_of
 from quantmint.project import Prepared, Project
-from quantmint.publish import publish, require_free, staging
+from quantmint.publish import key_place, publish, recover, require_free, require_key_place, require_parent, staging
 from quantmint.seal import seal
-from quantmint.signers import Signer, generate, write_public
+from quantmint.signers import Signer, generate
 from quantmint.source import fetch
 from quantmint.stage import Stage
 from quantmint.steps import Choice, fetched, preflight
@@ -53,8 +53,12 @@ def release(
     plan, name = prepared.plan, prepared.authored.recipe.name
     preflight(plan, project.store, choice, device_class=walk.device_class)
     if choice.publishes:
+        require_parent(out)
+        recover(out)
         require_free(out, name)
+        require_key_place(out, project.store, signer.public.pem if signer else None)
     walk.runner.sweep()
+    project.store.sweep()
     done: dict[str, Finished] = {}
     for stage in choice.stages(plan):
         host = stage.kind == "fetch"
@@ -69,18 +73,16 @@ def release(
         return Receipt(done, evidence)
     images = {image.name: walk.runner.describe(image.name) for image in plan.images}
     key = signer or generate()
-    public = out.parent / f"{name}.pub"
     with staging(out) as folder:
         predicate = assemble(
             folder, prepared, project.store, done, evidence, images=images, signed=signer is not None, epoch=epoch
         )
         seal(folder, predicate, key)
         with project.store.lock(f"publish-{digest_of(str(out).encode())[7:]}"):
-            publish(folder, out, name)
-            write_public(key.public, public, overwrite=True)
-            report = verify(out, public)
+            publish(folder, out, name, key.public.pem, project.store)
+            report = verify(out, key_place(out))
     report.demand_ok()
-    return Receipt(done, evidence, out, public, report)
+    return Receipt(done, evidence, out, key_place(out), report)
 
 
 def take(project: Project, prepared: Prepared, walk: Walk, stage: Stage) -> Finished:

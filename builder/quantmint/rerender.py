@@ -11,34 +11,46 @@ from quantmint.card import render
 from quantmint.document import author_value, receive
 from quantmint.errors import ReleaseError
 from quantmint.evidence import Evidence
-from quantmint.manifest import Overlay
+from quantmint.manifest import PLAN_FILE, RECIPE_FILE, RELEASE_FILE, Overlay
 from quantmint.package import grade_of
 from quantmint.plan import Plan
 from quantmint.recipe import Recipe
-from quantmint.verify import read_release
+from quantmint.verify import Listing, list_package, read_release, read_small
 
-MAX_TEXT_BYTES = 16 * 1024 * 1024
+MAX_TEXT_BYTES = 4 * 1024 * 1024
 
 
 def rerender(package: Path) -> bytes:
     """The card of a package, from its sealed recipe, plan and evidence.
 
     Raises:
-        ReleaseError: PACKAGE_MISSING, SIGNATURE_MISSING, MALFORMED_DOCUMENT.
+        ReleaseError: PACKAGE_MISSING, SIGNATURE_MISSING, MALFORMED_DOCUMENT, or a code of `document.author` for the
+            recipe and the evidence.
     """
     predicate = read_release(package, public_key=None).statement.predicate
-    recipe = Recipe.parse(_text(package, "evidence/recipe.toml").decode("utf-8"), file="evidence/recipe.toml")
-    plan = receive(Plan, _text(package, "evidence/plan.json"), file="evidence/plan.json")
-    evidence = tuple(author_value(Evidence, gate, file="release.sigstore.json") for gate in predicate["gates"])
-    overlay = (
-        author_value(Overlay, predicate["overlay"], file="release.sigstore.json") if "overlay" in predicate else None
-    )
+    listing = list_package(package)
+    recipe = Recipe.parse(_text(listing, RECIPE_FILE), file=RECIPE_FILE)
+    plan = receive(Plan, _text(listing, PLAN_FILE).encode(), file=PLAN_FILE)
+    evidence = tuple(author_value(Evidence, gate, file=RELEASE_FILE) for gate in predicate["gates"])
+    claimed = predicate.get("overlay")
+    overlay = None if claimed is None else author_value(Overlay, claimed, file=RELEASE_FILE)
     grade, reasons = grade_of(plan, evidence, signed=predicate["grade"] == "release")
     return render(recipe, plan, evidence, overlay=overlay, grade=grade, reasons=reasons)
 
 
-def _text(package: Path, name: str) -> bytes:
-    place = package / name
-    if not place.is_file() or place.stat().st_size > MAX_TEXT_BYTES:
-        raise ReleaseError("MALFORMED_DOCUMENT", f"the package has no readable {name}", file=name)
-    return place.read_bytes()
+def _text(listing: Listing, name: str) -> str:
+    """A UTF-8 file of the package; no link is followed but that of a Hub cache to its own blob."""
+    entry = listing.files.get(name)
+    if entry is None:
+        raise _unreadable(name)
+    try:
+        data = read_small(entry, MAX_TEXT_BYTES)
+        if len(data) > MAX_TEXT_BYTES:
+            raise _unreadable(name)
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise _unreadable(name) from None
+
+
+def _unreadable(name: str) -> ReleaseError:
+    return ReleaseError("MALFORMED_DOCUMENT", f"the package has no readable {name}", file=name)

@@ -64,8 +64,8 @@ def seal(package: Path, predicate: Predicate, signer: Signer) -> Tree:
     """Sign a package in place and return the tree of its subjects. Signatures that it had are replaced.
 
     Raises:
-        ReleaseError: as `measure`; SEAL_REFUSED when the package is empty, contradicts the claims, or changed while it
-            was sealed; DISK_FULL. Then no signature stands in the package.
+        ReleaseError: as `measure`; SEAL_REFUSED when the package is empty, contradicts the claims, changed while it
+            was sealed, or holds a folder in place of a signature; DISK_FULL. Then no signature stands in the package.
     """
     if not package.is_dir():
         raise ReleaseError("PACKAGE_MISSING", f"there is no package at {package.name!r}", file=package.name)
@@ -95,7 +95,10 @@ def _all_or_nothing(package: Path) -> Iterator[None]:
 
     def unsign() -> None:
         for name in (MODEL_FILE, RELEASE_FILE):
-            (package / name).unlink(missing_ok=True)
+            try:
+                (package / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise ReleaseError("SEAL_REFUSED", f"{name} cannot be replaced: {error.strerror}", file=name) from None
 
     unsign()
     try:

@@ -22,9 +22,9 @@ CONTRACT: Literal[1] = 1
 HANDLERS: dict[str, tuple[str, int]] = {
     "fetch": ("host", 1),
     "quantize/modelopt": ("quantmint.quantize.modelopt", 1),
-    "check/checkpoint": ("quantmint.gates.checkpoint", 1),
-    "gates/load": ("quantmint.gates.load", 1),
-    "gates/api": ("quantmint.gates.api", 1),
+    "check/checkpoint": ("quantmint.gates.checkpoint", 2),
+    "gates/load": ("quantmint.gates.load", 2),
+    "gates/api": ("quantmint.gates.api", 2),
     "selftest": ("quantmint.gates.selftest", 1),
 }
 """Handler id → (module with a `run` function, VERSION). Raise VERSION whenever outcomes may change. `host`: no job."""

@@ -22,8 +22,14 @@ from quantmint.errors import ReleaseError
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-MAX_BUNDLE_BYTES = 16 * 1024 * 1024
 MAX_SUBJECTS = 10_000
+MAX_BUNDLE_BYTES = 8 * 1024 * 1024
+"""Bytes of a bundle or payload: in base64, `MAX_SUBJECTS` files of 120-byte names (some 330 bytes each), every one of
+them named as evidence again (some 240 bytes)."""
+MAX_BUNDLE_VALUES = 10_000
+"""Brackets and commas of a bundle; ours has 13, one with certificates and log entries some hundreds."""
+MAX_PAYLOAD_VALUES = 200_000
+"""Brackets and commas of a statement: `MAX_SUBJECTS` of 7 each, of 4 more as evidence, and as many for the claims."""
 
 Hex256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """64 lower-case hex digits: a SHA-256 or BLAKE3 digest inside an in-toto digest set."""
@@ -133,11 +139,11 @@ def parse_statement(payload: bytes, *, file: str) -> Statement:
     """Parse the payload of an envelope whose signature already holds.
 
     Raises:
-        ReleaseError: DUPLICATE_KEY, MALFORMED_DOCUMENT (wrong type, no subject, a subject twice, an unknown digest
-            algorithm), or ILLEGAL_PATH (a subject that leaves the package, or two that collide), naming `file`.
+        ReleaseError: DUPLICATE_KEY, MALFORMED_DOCUMENT (too large, wrong type, no subject, a subject twice, an unknown
+            digest algorithm), or ILLEGAL_PATH (a subject that leaves the package, or two that collide), naming `file`.
     """
     _limited(payload, file)
-    parsed = receive(_Statement, payload, file=file)
+    parsed = receive(_Statement, payload, file=file, values=MAX_PAYLOAD_VALUES)
     names = [legal_path(subject.name) for subject in parsed.subject]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
@@ -180,11 +186,11 @@ def parse_bundle(data: bytes, *, file: str) -> Envelope:
     """Take a hostile bundle apart, believing nothing of it.
 
     Raises:
-        ReleaseError: DUPLICATE_KEY or MALFORMED_DOCUMENT (too large, another media or payload type, not exactly one
-            signature, no public key hint, sloppy base64), naming `file`.
+        ReleaseError: DUPLICATE_KEY or MALFORMED_DOCUMENT (too large, too many values, another media or payload type,
+            not exactly one signature, no public key hint, sloppy base64), naming `file`.
     """
     _limited(data, file)
-    bundle = receive(_Bundle, data, file=file)
+    bundle = receive(_Bundle, data, file=file, values=MAX_BUNDLE_VALUES)
     return Envelope(
         payload=_decoded(bundle.dsse.payload, "payload", file),
         signature=_decoded(bundle.dsse.signatures[0].sig, "signature", file),

@@ -24,6 +24,10 @@ from quantmint.evidence import EvidenceFile
 from quantmint.stage import JobReport, Output
 
 CHUNK = 4 * 1024 * 1024
+UNUSABLE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY}
+)
+_held: set[int] = set()
 WORKERS = 2
 
 
@@ -49,14 +53,15 @@ def hash_file(path: Path) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def disk_errors() -> Iterator[None]:
-    """Turn a full disk into DISK_FULL; everything else passes."""
+    """Turn a full disk into DISK_FULL and a place that cannot be written into STORAGE_UNUSABLE; all else passes."""
     try:
         yield
     except OSError as error:
+        place = str(error.filename or "") or None
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ReleaseError(
-                "DISK_FULL", "the disk is full", file=Path(str(error.filename or "")).name or None
-            ) from error
+            raise ReleaseError("DISK_FULL", "the disk is full", file=place) from error
+        if error.errno in UNUSABLE:
+            raise ReleaseError("STORAGE_UNUSABLE", f"cannot be written: {error.strerror}", file=place) from error
         raise
 
 
@@ -103,6 +108,11 @@ def hash_tree(root: Path, *, done: Callable[[int], None] | None = None) -> Tree:
 
     with ThreadPoolExecutor(WORKERS) as pool:
         return Tree.of(pool.map(one, walk(root)))
+
+
+def held_locks() -> tuple[int, ...]:
+    """Descriptors of the locks held by this process: a child that inherits them holds them as long as it lives."""
+    return tuple(sorted(_held))
 
 
 class Store:
@@ -199,15 +209,7 @@ class Store:
             except FileNotFoundError:
                 actual = "absent"
             if actual != artifact.digest:
-                if actual != "absent":
-                    source.rename(self.folder("drafts") / f"corrupt-{source.name[:32]}")
-                raise ReleaseError(
-                    "STORE_CORRUPT",
-                    f"the stored bytes of {artifact.path} are not what was recorded",
-                    file=artifact.path,
-                    expected=artifact.digest,
-                    actual=actual,
-                )
+                raise self._rotten(artifact, actual)
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(source, target)
@@ -217,20 +219,40 @@ class Store:
                 shutil.copyfile(source, target)
 
     def copy_out(self, artifact: Artifact | EvidenceFile, target: Path) -> None:
-        """Copy a blob to `target` as a file of its own (shared extents where the file system has them), mode 0644.
+        """Copy a blob to `target` as a file of its own, mode 0644, hashed on the way.
 
         Raises:
             ReleaseError: STORE_CORRUPT or DISK_FULL.
         """
         with disk_errors():
             target.parent.mkdir(parents=True, exist_ok=True)
+            digest = hashlib.sha256()
             try:
-                shutil.copyfile(self.blob(artifact.digest), target)
+                with (
+                    self.blob(artifact.digest).open("rb", buffering=0) as source,
+                    target.open("wb", buffering=0) as sink,
+                ):
+                    while chunk := source.read(CHUNK):
+                        digest.update(chunk)
+                        sink.write(chunk)
             except FileNotFoundError:
-                raise ReleaseError(
-                    "STORE_CORRUPT", f"the stored bytes of {artifact.path} are gone", file=artifact.path
-                ) from None
+                raise self._rotten(artifact, "absent") from None
             target.chmod(0o644)
+        if "sha256:" + digest.hexdigest() != artifact.digest:
+            raise self._rotten(artifact, "sha256:" + digest.hexdigest())
+
+    def _rotten(self, artifact: Artifact | EvidenceFile, actual: str) -> ReleaseError:
+        """STORE_CORRUPT; the bad blob is set aside, so that a new run makes it again."""
+        if actual != "absent":
+            with disk_errors():
+                self.blob(artifact.digest).rename(self.folder("drafts") / f"corrupt-{artifact.digest[7:39]}")
+        return ReleaseError(
+            "STORE_CORRUPT",
+            f"the stored bytes of {artifact.path} are not what was recorded",
+            file=artifact.path,
+            expected=artifact.digest,
+            actual=actual,
+        )
 
     def put_tree(self, tree: Tree, target: Path) -> None:
         """Place a tree; see `put`."""
@@ -245,7 +267,11 @@ class Store:
             text = path.read_text("utf-8")
         except FileNotFoundError:
             return None
-        record = author(Record, text, file=path.name, syntax="json")
+        try:
+            record = author(Record, text, file=path.name, syntax="json")
+        except ReleaseError:  # cut short by a power failure, or of another version: as good as none
+            path.rename(self.folder("drafts") / f"unreadable-{path.name}")
+            return None
         whole = all(self.has(artifact) for tree in record.outputs.values() for artifact in tree.artifacts)
         return record if whole else None
 
@@ -254,7 +280,10 @@ class Store:
         name = f"{key.removeprefix('sha256:')}.json"
         draft = self.folder("drafts") / f"{name}.{os.getpid()}"
         with disk_errors():
-            draft.write_bytes(record.canonical())
+            with draft.open("wb") as stream:
+                stream.write(record.canonical())
+                stream.flush()
+                os.fsync(stream.fileno())
             draft.rename(self.folder("records") / name)
 
     def tree(self, digest: str) -> Tree | None:
@@ -286,9 +315,34 @@ class Store:
                 if waiting is not None:
                     waiting()
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _held.add(descriptor)
             yield
         finally:
+            _held.discard(descriptor)
             os.close(descriptor)
+
+    def locked(self, name: str) -> bool:
+        """Whether some process holds the lock `name`."""
+        path = self.root / "locks" / f"{name.removeprefix('sha256:')}.lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def sweep(self) -> None:
+        """Remove the drafts of processes that are gone."""
+        drafts = self.root / "drafts"
+        for draft in drafts.iterdir() if drafts.is_dir() else ():
+            owner = draft.name.rpartition(".")[2]
+            if owner.isdigit() and not Path("/proc", owner).exists():
+                clear(draft) if draft.is_dir() else draft.unlink(missing_ok=True)
 
     def collect(self, out: Path, outputs: tuple[Output, ...]) -> dict[str, Tree]:
         """Take the declared outputs of a job into the store.
@@ -300,6 +354,10 @@ class Store:
             names = [name for name in walk(out) if name != "report.json"]
         except ReleaseError as error:
             raise ReleaseError("OUTPUT_UNDECLARED", error.message, file=error.file) from None
+        except PermissionError as error:
+            raise ReleaseError(
+                "OUTPUT_UNDECLARED", "the stage left something unreadable", file=str(error.filename)
+            ) from None
         claimed: dict[str, list[str]] = {output.name: [] for output in outputs}
         for name in names:
             owner = next(

@@ -78,7 +78,8 @@ class VerifyReport(Document):
     """What was verified and what was found. Sizes in bytes; no path of this machine, no time.
 
     `grade` is what the facts earn, `claimed_grade` what was signed. `statement` is the digest of the signed payload,
-    `key` that of the public key's PEM. `unsigned` names files that may differ without any signature noticing.
+    `key` that of the public key's PEM. `unsigned` names files, and a folder with a slash at its end, that may differ
+    without any signature noticing.
     """
 
     release: str
@@ -189,9 +190,7 @@ def verify(
             SkippedLine(gate=gate.gate, target=gate.target, reason=gate.reason) for gate in predicate.skipped_gates
         ),
         model_signature=model_signature,
-        unsigned=tuple(
-            name for name in sorted(UNSIGNED & listing.files.keys()) if name not in (RELEASE_FILE, MODEL_FILE)
-        ),
+        unsigned=_unsigned(listing),
         findings=(*against_files, *listing.findings, *contradictions(release), *against_model),
     )
 
@@ -416,7 +415,8 @@ def _model_signature(
 ) -> tuple[Literal["valid", "invalid", "absent"], tuple[FileFinding, ...]]:
     entry = listing.files.get(MODEL_FILE)
     if entry is None:
-        return "absent", ()
+        missing = FileFinding(code="MISSING_FILE", message=f"{MODEL_FILE} is missing", file=MODEL_FILE)
+        return "absent", (missing,) if release.predicate.model_signature else ()
     try:
         files = parse_model(_vouched(_bounded(entry, MODEL_FILE), key, MODEL_FILE), file=MODEL_FILE)
     except ReleaseError as error:
@@ -487,6 +487,11 @@ class _Hasher:
             self.bytes += count
             if self._progress is not None:
                 self._progress(name, self.bytes, self._total)
+
+
+def _unsigned(listing: Listing) -> tuple[str, ...]:
+    files = (name for name in sorted(UNSIGNED & listing.files.keys()) if name not in (RELEASE_FILE, MODEL_FILE))
+    return (*files, f"{DOWNLOAD_CACHE}/") if listing.cached else tuple(files)
 
 
 def _lfs_oid(entry: Entry) -> str | None:

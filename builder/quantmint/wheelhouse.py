@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import platform
 import re
 import shutil
@@ -41,7 +42,7 @@ from quantmint.images import (
     render_lock,
 )
 from quantmint.runner import NATIVE, OnEvent
-from quantmint.store import Store, clear, disk_errors, hash_file
+from quantmint.store import Store, clear, disk_errors, hash_file, held_locks
 
 BATCH = 12
 """Requirements that one call of pip fetches: the most that an interrupted download loses."""
@@ -171,6 +172,19 @@ def _download(image: Image, batch: Sequence[Requirement], house: Path, machine: 
             wheel.rename(house / wheel.name)
 
 
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a Python that sees no packages but its own; it holds our locks for as long as it lives, also when we die."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return subprocess.run(  # noqa: S603  our own words
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment, "PYTHONNOUSERSITE": "1"},
+        pass_fds=held_locks(),
+    )
+
+
 def _pip(*arguments: str, python: Path | None = None) -> str:
     """Run pip with this interpreter, on the environment of `python` when given; its output.
 
@@ -180,7 +194,7 @@ def _pip(*arguments: str, python: Path | None = None) -> str:
     command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
     if python is not None:
         command += ["--python", str(python)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)  # noqa: S603  our own words
+    done = _run([*command, *arguments])
     if done.returncode == 0:
         return done.stdout
     said = done.stderr + done.stdout
@@ -208,17 +222,26 @@ def environment(name: str, *, root: Path, state: Path, on_event: OnEvent) -> tup
     """
     image, lock = known(name), lock_of(root, name)
     finish = root / FINISH
-    digest = digest_of(canonical({"lock": lock.digest, "finish": digest_of(finish.read_bytes())}))
+    digest = digest_of(
+        canonical(
+            {
+                "lock": lock.digest,
+                "finish": digest_of(finish.read_bytes()),
+                "provides": [list(pair) for pair in image.provides],
+                "libraries": [list(pair) for pair in image.libraries],
+            }
+        )
+    )
     store = Store(state)
     folder = store.folder("environments") / f"{name}-{digest.removeprefix('sha256:')[:16]}"
     python, complete = folder / "bin" / "python", folder / "complete"
-    if complete.is_file():
+    if complete.is_file() and python.exists():
         return python, digest
     interpreter = _interpreter()
     fetch(name, root=root, state=state, on_event=on_event)
     waiting = {"event": "note", "text": f"another process is making the environment of {name}"}
     with store.lock(f"environment-{folder.name}", waiting=lambda: on_event(waiting)), disk_errors():
-        if complete.is_file():
+        if complete.is_file() and python.exists():
             return python, digest
         clear(folder)
         on_event({"event": "note", "text": f"making the environment of {name}"})
@@ -231,6 +254,10 @@ def environment(name: str, *, root: Path, state: Path, on_event: OnEvent) -> tup
         )  # fmt: skip
         site = folder / "lib" / f"python{PYTHON}" / "site-packages"
         _python([str(python), str(finish), str(site), *[f"{alias}={of}" for alias, of in image.provides]])
+        present = {normal(info.name.partition("-")[0]) for info in site.glob("*.dist-info")}
+        absent = [entry.name for entry in lock.requirements if entry.name not in present]
+        if absent:
+            raise ReleaseError("ENVIRONMENT_BROKEN", f"pip left out {', '.join(absent[:5])}", expected=image.lock)
         for library, package in image.libraries:
             bring(library, package, folder / NATIVE)
         complete.write_text(digest + "\n", "utf-8")
@@ -277,7 +304,7 @@ def _interpreter() -> str:
 
 
 def _python(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  our own words
+    done = _run(command)
     if done.returncode != 0:
         said = (done.stderr + done.stdout).strip()
         if "No space left on device" in said:

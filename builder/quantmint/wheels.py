@@ -6,10 +6,14 @@ nothing of the host: floors 0 to 2, the worker and the in-image handlers.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from quantmint.errors import ReleaseError
+from quantmint.store import disk_errors
 
 IN_JOBS = frozenset(
     {
@@ -26,12 +30,25 @@ def _built(root: Path, target: Path, exclude: tuple[str, ...]) -> Path:
 
     if not (root / "pyproject.toml").is_file():
         raise ReleaseError("SOURCE_MISSING", f"there is no project at {root.name}", file="pyproject.toml")
-    target.mkdir(parents=True, exist_ok=True)
+    with disk_errors():
+        target.mkdir(parents=True, exist_ok=True)
     builder = WheelBuilder(str(root))
     if exclude:
         builder.config.target_config["exclude"] = list(exclude)
         builder.config.__dict__.pop("exclude_spec", None)
-    return Path(next(iter(builder.build(directory=str(target), versions=["standard"]))))
+    with _fixed_time(), disk_errors():
+        return Path(next(iter(builder.build(directory=str(target), versions=["standard"]))))
+
+
+@contextlib.contextmanager
+def _fixed_time() -> Iterator[None]:
+    """The builder takes SOURCE_DATE_EPOCH from the environment; what stands there must not change our bytes."""
+    before = os.environ.pop("SOURCE_DATE_EPOCH", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["SOURCE_DATE_EPOCH"] = before
 
 
 def worker_wheel(root: Path, target: Path) -> Path:

@@ -7,6 +7,7 @@ stderr. It imports the handler that the job names from the table in `stage`, and
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib
 import json
@@ -27,6 +28,8 @@ from quantmint.evidence import Scalar
 from quantmint.stage import CONTRACT, HANDLERS, Handler, Job, JobReport
 
 REPORT = "report.json"
+PR_SET_PDEATHSIG = 1
+"""prctl(2): be told when the builder that started this process dies."""
 
 
 class _Events:
@@ -139,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(arguments[0])
     emit = _Events(_private_stdout())
     signal.signal(signal.SIGTERM, _terminated)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     write_report(folder, perform(folder, emit))
     return 0
 

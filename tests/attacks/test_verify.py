@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,9 @@ from quantmint.artifact import Artifact, Tree, digest_of
 from quantmint.errors import Exit, ReleaseError
 from quantmint.manifest import MODEL_FILE, PREDICATE_TYPE, RELEASE_FILE, model_statement
 from quantmint.seal import measure, seal
-from quantmint.signers import generate, load_public
+from quantmint.signers import generate, load_public, write_public
 from quantmint.statement import MAX_BUNDLE_BYTES, bundle_bytes, pae
-from quantmint.verify import VerifyReport, list_package, verify
+from quantmint.verify import VerifyReport, list_package, read_release, verify
 
 SHARD = "model.safetensors"
 
@@ -131,7 +133,8 @@ def test_folder_with_the_name_of_an_unsigned_file(package, signer, folder):
     (package / folder).unlink(missing_ok=True)
     (package / folder).mkdir()
     (package / folder / "x.py").write_text("x")
-    assert found(package, signer) == [("EXTRA_FILE", f"{folder}/x.py")]
+    missing = [("MISSING_FILE", MODEL_FILE)] if folder == MODEL_FILE else []
+    assert found(package, signer) == [("EXTRA_FILE", f"{folder}/x.py"), *missing]
 
 
 def test_missing_file(package, signer):
@@ -415,6 +418,64 @@ def test_deeply_nested_statement(package, signer):
     assert refused(package, signer).code == "MALFORMED_DOCUMENT"
 
 
+CEILING = 768 * 1024 * 1024
+"""Bytes of address space in which every refusal must happen; the interpreter and its libraries take about half."""
+
+REFUSE = """
+import resource, sys
+from pathlib import Path
+from quantmint.errors import ReleaseError
+from quantmint.verify import verify, read_release
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]),) * 2)
+try:
+    verify(Path(sys.argv[1]), Path(sys.argv[2])) if sys.argv[2] else read_release(Path(sys.argv[1]), public_key=None)
+except ReleaseError as error:
+    print(error.code, error.file)
+"""
+
+
+def within_the_ceiling(package: Path, key: Path | None) -> str:
+    """The refusal of a package, told by a process that would die of asking for more memory."""
+    command = [sys.executable, "-c", REFUSE, str(package), str(key or ""), str(CEILING)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+BOMBS = {"lists": b"[],", "objects": b"{},", "numbers": b"0,", "nested": b"[[[[]]]],", "members": b'{"a":0},'}
+
+
+@pytest.mark.parametrize("piece", BOMBS.values(), ids=BOMBS)
+def test_bundle_of_too_many_values(package, signer, tmp_path, piece):
+    room = MAX_BUNDLE_BYTES - 20
+    (package / RELEASE_FILE).write_bytes(b'{"a":[' + piece * (room // len(piece)) + b"0]}")
+    write_public(signer.public, tmp_path / "key.pub")
+    assert within_the_ceiling(package, tmp_path / "key.pub") == f"MALFORMED_DOCUMENT {RELEASE_FILE}"
+    (package / MODEL_FILE).write_bytes((package / RELEASE_FILE).read_bytes())
+    error = refused(package, signer)
+    assert "too many values" in error.message
+
+
+def test_payload_of_too_many_values_that_nobody_vouches_for(package):
+    payload = b'{"a":[' + b"[]," * (MAX_BUNDLE_BYTES // 4 - 300) + b"0]}"
+    (package / RELEASE_FILE).write_bytes(bundle_bytes(payload, b"none", "0" * 64))
+    assert within_the_ceiling(package, None) == f"MALFORMED_DOCUMENT {RELEASE_FILE}"
+    with pytest.raises(ReleaseError, match="too many values"):
+        read_release(package, public_key=None)
+
+
+def test_model_signature_of_too_many_values(package, signer):
+    (package / MODEL_FILE).write_bytes(b'{"a":[' + b"[]," * 10_000 + b"0]}")
+    (finding,) = verify(package, signer.public).findings
+    assert finding.code == "MODEL_SIGNATURE_INVALID"
+    assert "too many values" in finding.message
+
+
+def test_bundle_with_the_names_of_another_spelling(package, signer):
+    rebundle(package, lambda b: b.update(media_type=b.pop("mediaType")))
+    assert refused(package, signer).code == "MALFORMED_DOCUMENT"
+
+
 def test_empty_statement(package, signer):
     (package / RELEASE_FILE).write_bytes(b"")
     assert refused(package, signer).code == "MALFORMED_DOCUMENT"
@@ -571,7 +632,14 @@ def test_model_signature_that_is_none(package, signer, data):
     assert found(package, signer) == [("MODEL_SIGNATURE_INVALID", MODEL_FILE)]
 
 
-def test_model_signature_removed_is_shown(package, signer):
+def test_model_signature_removed(package, signer):
+    (package / MODEL_FILE).unlink()
+    assert found(package, signer) == [("MISSING_FILE", MODEL_FILE)]
+    assert verify(package, signer.public).model_signature == "absent"
+
+
+def test_model_signature_that_was_never_promised_may_be_absent(package, signer):
+    resign(package, signer, lambda s: s["predicate"].pop("model_signature"))
     (package / MODEL_FILE).unlink()
     report = verify(package, signer.public)
     assert report.ok

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -258,6 +259,36 @@ def test_a_job_of_a_deep_folder_can_still_make_sockets(tmp_path: Path) -> None:
     runner = ProcessRunner(this_environment, store.folder("jobs"))
     found = run(store, runner, "well").record.report.measurements
     assert found["socket_in_tmpdir"] is True
+
+
+def test_the_sweep_of_one_builder_spares_the_jobs_of_another(store: Store, runner: Runner) -> None:
+    builder = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(store.root), runner.kind],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert builder.stdout is not None
+        assert builder.stdout.readline()
+        assert runner.sweep() == 0
+        time.sleep(0.5)
+        assert builder.poll() is None
+    finally:
+        builder.send_signal(signal.SIGINT)
+        builder.wait(30)
+        builder.stdout.close()
+
+
+@pytest.mark.engine
+def test_the_clients_proxy_never_enters_a_container(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxies = {"default": {"httpProxy": "http://alice:secret@127.0.0.1:9"}}
+    (tmp_path / "config.json").write_text(json.dumps({"proxies": proxies}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with made_runner("container", store) as runner:
+        assert run(store, runner, "well").record.report.measurements["secrets_in_environment"] is False
 
 
 def test_two_builders_at_once_run_a_stage_once(store: Store, runner: Runner) -> None:

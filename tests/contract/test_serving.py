@@ -343,6 +343,8 @@ def test_the_api_gate_accounts_for_every_probe_of_a_model_that_babbles(tmp_path,
     assert (found["probes_n"], found["probes_unanswered"]) == (8, 0)
     assert (found["server_errors"], found["server_exits"]) == (0, 0)
     assert found["context_length_served"] == LAUNCH["context_length"]
+    assert (found["overlays_applied"], found["overlay_fixes_disabled"]) == (1, 0)
+    assert found["stream_mismatches"] == 0
     rows = evidence(tmp_path, "transcript")
     assert len(rows) == 8
     assert all(row["stream"]["chunks"] > 0 for row in rows if row["stream"]["status"] == 200)
@@ -355,5 +357,6 @@ def test_the_api_gate_reports_a_server_that_does_not_start(tmp_path, package, wh
     report = perform(tmp_path, package, (wheels["worker"], unknown_engine), "gates/api", probes=[asked])
     found = report["measurements"]
     assert found["server_ready"] is False
+    assert (found["overlays_applied"], found["context_length_served"]) == (0, 0)
     assert found["probes_unanswered"] == found["probes_n"] == 8
     assert found["echo_failed"] == 1

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantmint.document import author
+from quantmint.document import canonical
 from quantmint.errors import ReleaseError
 from quantmint.gates.api import (
     Answer,
+    Client,
     Expected,
     Probe,
-    Probes,
+    Server,
+    ask_all,
     faults,
+    given_probes,
     measurements,
     numbered,
     own_probes,
@@ -153,12 +163,40 @@ def replace_id(one, name):
     return one.model_copy(update={"id": name})
 
 
-def test_a_typo_in_a_probe_file_is_named():
+def probes_file(folder, text):
+    (folder / "probes.json").write_text(text, "utf-8")
+    return {"probes": folder / "probes.json"}
+
+
+def test_a_typo_in_a_probe_file_is_named(tmp_path):
     row = {**probe().as_json(), "expected": {"contant": "x"}}
     with pytest.raises(ReleaseError) as caught:
-        author(Probes, json.dumps({"version": 1, "probes": [row]}), file="probes.json", syntax="json")
+        given_probes({}, probes_file(tmp_path, json.dumps({"version": 1, "probes": [row]})))
     assert caught.value.code == "UNKNOWN_KEY"
     assert "did you mean 'content'" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('{"version": 1, "version": 1, "probes": []}', "DUPLICATE_KEY"),
+        ('{"version": 1, "probes": ' + "[" * 9999 + "]" * 9999 + "}", "MALFORMED_DOCUMENT"),
+        ('{"version": 1, "probes": ' + "[" * 99 + "]" * 99 + "}", "MALFORMED_DOCUMENT"),
+        ('{"version": NaN}', "MALFORMED_DOCUMENT"),
+        ("{", "MALFORMED_DOCUMENT"),
+    ],
+)
+def test_a_probe_file_is_parsed_strictly(tmp_path, text, code):
+    with pytest.raises(ReleaseError) as caught:
+        given_probes({}, probes_file(tmp_path, text))
+    assert (caught.value.code, caught.value.file) == (code, "probes.json")
+
+
+def test_probes_come_from_a_folder_a_file_or_the_parameters(tmp_path):
+    row = probe(content="x").as_json()
+    inputs = probes_file(tmp_path, json.dumps({"version": 1, "probes": [row]}))
+    wanted = given_probes({"probes": [row]}, {})
+    assert given_probes({}, inputs) == given_probes({}, {"probes": tmp_path}) == wanted
 
 
 def test_the_gate_asks_for_finish_reasons_and_refusals_itself():
@@ -191,3 +229,207 @@ def test_every_probe_is_counted_and_an_absent_kind_is_not_measured():
         "probes_n": 4, "probes_unanswered": 1, "stream_mismatches": 1, "marker_leaks": 1, "server_errors": 2,
         "prompt_tokens_max": 99,
     }  # fmt: skip
+
+
+# --- a server that speaks badly ---
+
+MESSAGE = {"role": "assistant", "content": "yes"}
+WHOLE: dict[str, Any] = {
+    "id": "a", "object": "chat.completion", "created": 1, "model": "m",
+    "choices": [{"index": 0, "message": MESSAGE, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10},
+}  # fmt: skip
+MODELS = {
+    "object": "list",
+    "data": [{"id": "m", "object": "model", "created": 1, "owned_by": "x", "max_model_len": 64}],
+}
+
+
+def chunk(**choice: Any) -> str:
+    rows = [{"index": 0, "delta": {}, "finish_reason": None, **choice}]
+    return "data: " + json.dumps(
+        {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": rows}
+    )
+
+
+LAST = "data: " + json.dumps({"id": "a", "created": 1, "model": "m", "choices": [], "usage": WHOLE["usage"]})
+STREAM = [chunk(delta=MESSAGE), chunk(finish_reason="stop"), LAST]
+GOOD_STREAM = "\n\n".join([*STREAM, "data: [DONE]", ""])
+GOOD_WHOLE = json.dumps(WHOLE)
+
+
+def whole_with(**changes: Any) -> str:
+    return json.dumps({**WHOLE, **changes})
+
+
+def said(**changes: Any) -> str:
+    return whole_with(choices=[{"index": 0, "message": {**MESSAGE, **changes}, "finish_reason": "stop"}])
+
+
+@contextmanager
+def speaking(
+    whole: str, stream: str, *, models: str = json.dumps(MODELS), kind: str = "application/json"
+) -> Iterator[int]:
+    """A real server on the loopback that answers every chat request with these texts; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+        def answer(self, text: str, content: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", content)
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_GET(self) -> None:
+            self.answer(models, "application/json")
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.answer(stream, "text/event-stream") if asked.get("stream") else self.answer(whole, kind)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A process that stands for a server that lives."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield Server(process, tmp_path / "log", 0)
+    process.communicate(b"\n")
+
+
+def asked(port: int, server: Server) -> list[dict[str, Any]]:
+    client = Client(port, "m")
+    try:
+        return list(ask_all(numbered([probe(content="yes"), probe(content="yes")]), client, server))
+    finally:
+        client.close()
+
+
+def test_a_server_that_speaks_well_passes(running):
+    with speaking(GOOD_WHOLE, GOOD_STREAM) as port:
+        rows = asked(port, running)
+    assert [row["verdict"] for row in rows] == ["passed", "passed"], rows
+    assert measurements(rows)["server_errors"] == 0
+    assert rows[0]["stream"]["chunks"] == 3
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        whole_with(choices=[]),
+        whole_with(choices=None),
+        whole_with(choices=[None]),
+        whole_with(choices=[{"index": 0}]),
+        whole_with(usage={"prompt_tokens": "9"}),
+        whole_with(usage={"prompt_tokens": True}),
+        whole_with(usage=7),
+        said(content=5),
+        said(content=["x"]),
+        said(content="\ud800"),
+        said(reasoning={"a": 1}),
+        said(tool_calls=[{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]),
+        said(tool_calls=[{"id": "c"}]),
+        said(tool_calls=3),
+        whole_with(extra=2**70),
+        "[]",
+        "null",
+        "<html>",
+        "",
+        "[" * 99_999,
+        "{",
+    ],
+)
+@pytest.mark.parametrize("kind", ["application/json", "text/html"])
+def test_a_broken_answer_is_counted_and_the_next_probe_is_asked(running, whole, kind):
+    with speaking(whole, GOOD_STREAM, kind=kind) as port:
+        rows = asked(port, running)
+    found = measurements(rows)
+    assert (found["probes_n"], found["probes_unanswered"], found["echo_failed"]) == (2, 0, 2)
+    assert (found["server_errors"], found["stream_mismatches"]) == (2, 2)
+    assert canonical(rows)
+
+
+def test_a_number_that_is_none_does_not_reach_the_evidence(running):
+    with speaking(GOOD_WHOLE.replace('"model": "m"', '"other": Infinity'), GOOD_STREAM) as port:
+        rows = asked(port, running)
+    assert b"Infinity" not in canonical(rows)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        "\n\n".join(STREAM) + "\n\n",
+        "\n\n".join([*STREAM[:2], "data: {", ""]),
+        "\n\n".join(["data: {not json}", *STREAM, "data: [DONE]", ""]),
+        "\n\n".join([chunk(delta=7), *STREAM, "data: [DONE]", ""]),
+        "\n\n".join([chunk(delta={"content": 7}), *STREAM, "data: [DONE]", ""]),
+        "\n\n".join([chunk(delta={"tool_calls": [{"index": None}]}), *STREAM, "data: [DONE]", ""]),
+        "\n\n".join(['data: {"choices": null}', *STREAM, "data: [DONE]", ""]),
+        'data: {"error": {"message": "lost"}}\n\ndata: [DONE]\n\n',
+        "\n\n".join([*STREAM, 'data: {"say": "data: [DONE]"}', ""]),
+        "<html>",
+        "",
+    ],
+)
+def test_a_broken_stream_is_counted_and_the_next_probe_is_asked(running, stream):
+    with speaking(GOOD_WHOLE, stream) as port:
+        rows = asked(port, running)
+    found = measurements(rows)
+    assert (found["probes_n"], found["probes_unanswered"], found["echo_failed"]) == (2, 0, 2)
+    assert (found["server_errors"], found["stream_mismatches"]) == (2, 2)
+    assert canonical(rows)
+
+
+def test_a_server_that_is_gone_is_counted(running):
+    with speaking(GOOD_WHOLE, GOOD_STREAM) as port:
+        pass
+    client = Client(port, "m")
+    assert client.context_length() is None
+    client.close()
+    found = measurements(asked(port, running))
+    assert (found["probes_n"], found["server_errors"], found["echo_failed"]) == (2, 4, 2)
+
+
+@pytest.mark.parametrize("models", ["", "[]", "null", "{}", '{"data": [3]}', json.dumps(MODELS).replace("64", "true")])
+def test_a_server_that_does_not_know_its_context(models):
+    with speaking(GOOD_WHOLE, GOOD_STREAM, models=models) as port:
+        client = Client(port, "m")
+        assert client.context_length() is None
+        client.close()
+
+
+def test_a_server_that_knows_its_context():
+    with speaking(GOOD_WHOLE, GOOD_STREAM) as port:
+        client = Client(port, "m")
+        assert client.context_length() == 64
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "applied"),
+    [
+        ('x quantmint overlay {"fixes": {"a": "applied"}}\n', {"fixes": {"a": "applied"}}),
+        ("quantmint overlay {", {}),
+        ("nothing", {}),
+    ],
+)
+def test_the_announcement_of_an_overlay_is_read_from_the_log(running, text, applied):
+    running.log.write_text(text)
+    assert running.overlay() == applied
+
+
+@pytest.mark.parametrize("text", ["[" * 99_999, '{"a": 1, "a": 2}', "\ud800", "NaN"])
+def test_text_that_only_looks_like_json_is_a_fault(text):
+    assert faults(probe(json={"a": 2}), replace(GOOD, content=text)) == ["the text is not JSON"]
+    assert faults(probe(tool_call=CALL_A), call(text)) == [OTHER_ARGUMENTS]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quantmint.document import author
 from quantmint.errors import ReleaseError
-from quantmint.launch import LaunchRecipe
+from quantmint.launch import FLAGS, OWNED_FLAGS, LaunchRecipe
 
+GIVEN = (
+    ("--enforce-eager",),
+    ("--seed=3",),
+    ("--max-logprobs", "-1"),
+    ("--structured-outputs-config", '{"a": "b\\n\x7f ü"}'),
+    ("--distributed-executor-backend", "mp"),
+)
 BASE = {"target": "cpu", "served_model_name": "tiny", "context_length": 4096, "max_num_seqs": 4}
 
 
@@ -39,9 +48,9 @@ def test_a_recipe_without_parsers_renders_no_parser_flags():
 
 @given(
     notes=st.lists(st.text(st.characters(exclude_categories=("Cs",))), max_size=3).map(tuple),
-    flags=st.lists(st.sampled_from(["--enforce-eager", "--seed=3", '{"a": "b\\n\x7f"}', "--x", "ü"])).map(tuple),
+    flags=st.lists(st.sampled_from(GIVEN), max_size=3).map(lambda drawn: tuple(chain.from_iterable(drawn))),
     defaults=st.dictionaries(st.text("ab. \"'", min_size=1), st.booleans() | st.integers(0, 9) | st.text('a\\"\n')),
-    environment=st.dictionaries(st.sampled_from(["VLLM_PLUGINS", "OMP_NUM_THREADS"]), st.text("a1,=\"'")),
+    environment=st.dictionaries(st.sampled_from(["VLLM_ATTENTION_BACKEND", "OMP_NUM_THREADS"]), st.text("a1,=\"'")),
 )
 def test_toml_reads_back_as_the_same_value(notes, flags, defaults, environment):
     first = recipe(notes=notes, flags=flags, chat_template_defaults=defaults, environment=environment)
@@ -61,7 +70,25 @@ def test_toml_reads_back_as_the_same_value(notes, flags, defaults, environment):
         {"flags": ("--chat-template=/home/me/t.jinja",)},
         {"environment": {"LD_PRELOAD": "x.so"}},
         {"environment": {"QUANTMINT_OVERLAY_DISABLE": "router-bias"}},
-        {"environment": {"VLLM_PLUGINS": "a/b"}},
+        {"environment": {"VLLM_ATTENTION_BACKEND": "a/b"}},
+        {"environment": {"VLLM_PLUGINS": ""}},
+        {"flags": ("--trust-remote",)},
+        {"flags": ("--trust-remote-code=true",)},
+        {"flags": ("--max-model-le", "9")},
+        {"flags": ("--enforce",)},
+        {"flags": ("--enforce_eager",)},
+        {"flags": ("--seed", "--trust-remote")},
+        {"flags": ("--compilation-config.level", "3")},
+        {"flags": ("-O3",)},
+        {"flags": ("-tp", "2")},
+        {"flags": ("--config", "x.yaml")},
+        {"flags": ("stray",)},
+        {"flags": ("--enforce-eager", "true", "stray")},
+        {"flags": ("--seed=1", "2")},
+        {"flags": ("--compilation-config", '{"cache_dir": "/home/me"}')},
+        {"flags": ("--dtype", "~/x")},
+        {"flags": ("--distributed-executor-backend", "my.Executor")},
+        {"flags": ("--distributed-executor-backend=my.Executor",)},
         {"served_model_name": "a b"},
         {"context_length": 0},
     ],
@@ -81,3 +108,10 @@ def test_the_server_environment_is_offline_and_silent():
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     assert list(environment) == sorted(environment)
+
+
+def test_no_allowed_flag_abbreviates_a_field_or_runs_foreign_code():
+    assert not FLAGS & OWNED_FLAGS
+    assert not [flag for flag in FLAGS if any(word in flag for word in ("trust", "plugin", "download", "key", "host"))]
+    for owned in OWNED_FLAGS:
+        assert not [flag for flag in FLAGS if owned.startswith(flag)]

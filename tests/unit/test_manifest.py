@@ -182,7 +182,7 @@ def test_an_unearned_grade_of_others_is_a_finding(predicate):
     payload = statement_bytes(subjects_of(TREE, {}), "https://quantmint.dev/release/v1", value)
     release = parse_release(payload, file="s")
     assert earned_grade(release.predicate) == "development"
-    assert Counter(finding.code for finding in contradictions(release)) == {"CLAIM_CONTRADICTED": 2}
+    assert Counter(finding.code for finding in contradictions(release)) == {"CLAIM_CONTRADICTED": 3}
 
 
 def test_an_earned_grade_is_release(predicate):

@@ -14,7 +14,8 @@ import pytest
 from quantmint.artifact import Artifact, Tree, digest_of
 from quantmint.document import author_value
 from quantmint.errors import ReleaseError
-from quantmint.plan import CHECK_THRESHOLDS, Plan, gigabytes, make_plan
+from quantmint.evidence import Verdict, judge
+from quantmint.plan import CHECK_THRESHOLDS, ERROR_MAX, Plan, gigabytes, make_plan
 from quantmint.recipe import Recipe, pin
 from quantmint.stage import HANDLERS
 
@@ -142,7 +143,7 @@ def test_the_demo_can_be_run(plan_of):
     assert load.params["launch"]["served_model_name"] == "tiny-laguna"
     assert [output.path for output in load.outputs] == ["evidence"]
     assert load.hints.memory == 6 * 1024**3
-    assert plan.accepted("check") == CHECK_THRESHOLDS
+    assert plan.accepted("check")[: len(CHECK_THRESHOLDS)] == CHECK_THRESHOLDS
     assert plan.accepted("quantize") == ()
     for stage in plan.stages:
         assert stage.version == HANDLERS[stage.handler][1]
@@ -167,7 +168,7 @@ def test_a_source_at_hand_gives_its_digest_and_its_other_files(plan_of):
 def test_parameters_and_not_hints_or_thresholds_reach_a_stage(plan_of):
     plan = plan_of("demo")
     other = plan_of(
-        "demo", change=lambda text: text.replace("memory_gib = 6", "memory_gib = 7").replace("value = 3", "value = 4")
+        "demo", change=lambda text: text.replace("memory_gib = 6", "memory_gib = 7").replace("value = 13", "value = 12")
     )
     for one, two in zip(plan.stages, other.stages, strict=True):
         assert (one.params, one.inputs, one.outputs) == (two.params, two.inputs, two.outputs)
@@ -209,6 +210,59 @@ def test_tables_are_rectangular(plan_of):
 def test_sizes_name_both_units():
     assert gigabytes(56_319_122_624) == "56,319,122,624 B (56.32 GB, 52.45 GiB)"
     assert gigabytes(1_500_000) == "1,500,000 B (1.50 MB, 1.43 MiB)"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_check_is_held_to_the_numbers_of_the_plan(plan_of, name):
+    plan = plan_of(name)
+    lines = {(line.measurement, line.op): line.value for line in plan.accepted("check")}
+    assert lines["tensors", "=="] == plan.expected.tensors
+    assert lines["total_bytes", "=="] == plan.expected.tensor_bytes
+    assert lines["effective_bits", "=="] == plan.expected.effective_bits
+    assert lines["documents_wrong", "=="] == 0
+
+
+def test_quantized_values_are_held_to_an_error(plan_of):
+    for name, matrices in (("demo", 72), ("nvfp4-w4a16-quality", 42 * 256 * 3)):
+        lines = {(line.measurement, line.op): line.value for line in plan_of(name).accepted("check")}
+        assert lines["quantized_compared", "=="] == matrices
+        assert lines["quantized_error_max", "<="] == ERROR_MAX
+
+
+SERVED = {"gates/load": "router_biases_compared", "gates/api": "context_length_served"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gates_demand_what_follows_from_the_model_whatever_the_recipe_says(plan_of, name):
+    plan = plan_of(name)
+    for stage in plan.stages:
+        if stage.handler not in SERVED:
+            continue
+        lines = {line.measurement: line.value for line in plan.accepted(stage.name) if line.op == "=="}
+        assert SERVED[stage.handler] in lines
+        assert (lines["overlays_applied"], lines["overlay_fixes_disabled"]) == (1, 0)
+        if stage.handler == "gates/load":
+            assert lines["tensors_total"] == plan.expected.tensors
+            assert lines["quantized_tensors"] > 0
+        else:
+            assert lines["context_length_served"] == stage.params["launch"]["context_length"]
+
+
+def test_a_recipe_can_add_and_tighten_and_never_loosen(plan_of):
+    looser = '{ measurement = "tensors_absent", op = "<=", value = 99 }, { measurement = "mine", op = "==", value = 1 }'
+    again = '{ measurement = "tensors_absent", op = "==", value = 0 }'
+    gate = 'handler = "gates/load"\n'
+    changed = plan_of("demo", change=lambda text: text.replace(gate, f"{gate}thresholds = [{looser}, {again}]\n"))
+    before, after = plan_of("demo").accepted("load"), changed.accepted("load")
+    assert after[: len(before)] == before
+    assert [line.measurement for line in after[len(before) :]] == ["tensors_absent", "mine"]
+    measured = {line.measurement: line.value for line in after} | {"tensors_absent": 1}
+    assert judge(after, measured) == (Verdict.FAILED, ("tensors_absent: 1, accepted == 0",))
+
+
+def test_a_recipe_without_overlay_demands_none(plan_of):
+    cut = plan_of("demo", change=lambda text: text.replace('[overlay]\npath = "overlays/laguna"\n', ""))
+    assert "overlays_applied" not in {line.measurement for line in cut.accepted("load")}
 
 
 def test_gates_come_after_the_check(plan_of):

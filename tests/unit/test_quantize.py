@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import struct
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,12 @@ from quantmint.evidence import Verdict, judge
 from quantmint.gates import checkpoint as check
 from quantmint.geometry import Geometry
 from quantmint.placement import Placement, Rule
-from quantmint.plan import CHECK_THRESHOLDS
+from quantmint.plan import CHECK_THRESHOLDS, ERROR_MAX
+from quantmint.quantize import described
+from quantmint.quantize.decode import E2M1, E4M3, NOT_FINITE, bf16
 from quantmint.quantize.files import range_digest, read_header, read_index, read_range, write_shard
 from quantmint.stage import CONTRACT, HANDLERS, Job, JobInput, Output
+from quantmint.tiers import Precision, modelopt
 
 CONFIG = {
     "model_type": "laguna", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -32,13 +38,21 @@ RULES = (
     {"modules": "routed-experts", "layers": "2", "precision": "nvfp4-w4a16"},
     {"modules": "attention", "layers": "1", "precision": "fp8-w8a8"},
 )
-PARAMS = {"placement": list(RULES), "kv_cache_scales": False, "geometry": GEOMETRY.model_dump(mode="json")}
+PARAMS = {
+    "placement": list(RULES), "kv_cache_scales": False, "geometry": GEOMETRY.model_dump(mode="json"),
+    "algorithm": "max", "calibration": {"prompts": "p.jsonl", "samples": 2, "tokens": 8},
+}  # fmt: skip
 PLACEMENT = Placement.of([Rule.model_validate_json(json.dumps(rule)) for rule in RULES], GEOMETRY)
 
 
 def payload_of(spec: TensorSpec) -> bytes:
-    seed = digest_of(spec.name.encode()).encode()
-    return (seed * (spec.nbytes // len(seed) + 1))[: spec.nbytes]
+    """Bytes that only the name decides; BF16 numbers have magnitudes of 0.03 to 0.12 and either sign."""
+    drawn = random.Random(spec.name).randbytes(spec.nbytes)  # noqa: S311  reproducible on purpose
+    if spec.dtype != "BF16":
+        return drawn
+    made = bytearray(drawn)
+    made[1::2] = bytes(0x3D | (byte & 0x80) for byte in made[1::2])
+    return bytes(made)
 
 
 def write(folder: Path, specs: list[TensorSpec], payload, limit: int = 40_000) -> None:
@@ -60,16 +74,73 @@ def source(tmp_path):
     return folder
 
 
+def nearest(value: float, table: tuple[float, ...]) -> int:
+    return min(range(len(table)), key=lambda code: abs(table[code] - value) if table[code] == table[code] else 1e9)
+
+
+GLOBAL = struct.unpack("<f", struct.pack("<f", 0.125 / (6 * 448)))[0]
+FP8_SCALE = struct.unpack("<f", struct.pack("<f", 0.125 / 448))[0]
+
+
+@cache
+def encoded(name: str, shape: tuple[int, ...], precision: Precision) -> tuple[bytes, ...]:
+    """Codes and scales of a weight, by the definition of the formats and the largest value of each group."""
+    weights = bf16(payload_of(TensorSpec(name, "BF16", shape)))
+    if precision is Precision.FP8_W8A8:
+        codes = bytes(nearest(weight / FP8_SCALE, E4M3) for weight in weights)
+        return codes, struct.pack("<f", FP8_SCALE), struct.pack("<f", 1.0)
+    nibbles, scales = [], []
+    for begin in range(0, len(weights), 16):
+        group = weights[begin : begin + 16]
+        scales.append(nearest(max(map(abs, group)) / 6 / GLOBAL, E4M3[:128]))
+        nibbles += [nearest(weight / (E4M3[scales[-1]] * GLOBAL), E2M1) for weight in group]
+    pairs = bytes(low | high << 4 for low, high in zip(nibbles[0::2], nibbles[1::2], strict=True))
+    return pairs, bytes(scales), struct.pack("<f", GLOBAL)
+
+
 def quantized(spec: TensorSpec) -> bytes:
-    copied = {entry.spec.name for entry in PLACEMENT.stored() if entry.copied}
-    return payload_of(spec) if spec.name in copied else bytes(spec.nbytes)
+    for entry in PLACEMENT.stored():
+        if entry.spec.name == spec.name and not entry.copied and entry.source is not None:
+            parts = modelopt(entry.source.spec, entry.precision)
+            made = encoded(entry.source.name, entry.source.shape, entry.precision)
+            return next(data for part, data in zip(parts, made, strict=True) if part.name == spec.name)
+    return payload_of(spec)
+
+
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+FP8, NVFP4 = {"quant_algo": "FP8"}, {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+LAYERS = {
+    **{f"model.layers.1.self_attn.{letter}_proj": FP8 for letter in "qkvog"},
+    "model.layers.2.mlp.experts": NVFP4,
+}
+EIGHT = {"dynamic": False, "num_bits": 8, "type": "float"}
+QUANTIZATION = {
+    "config_groups": {
+        "group_0": {"input_activations": EIGHT, "weights": EIGHT, "targets": sorted(LAYERS)[:5]},
+        "group_1": {
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "targets": ["model.layers.2.mlp.experts"],
+        },
+    },
+    "quantized_layers": LAYERS, "ignore": [], "quant_algo": "MIXED_PRECISION", "producer": PRODUCER,
+    "quant_method": "modelopt",
+}  # fmt: skip
+DESCRIBED = {
+    "producer": PRODUCER,
+    "quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "quantized_layers": LAYERS},
+}
+TOLD = {
+    "producer": PRODUCER, "algorithm": "max", "kv_cache_scales": False, "others": "bf16",
+    "placement": {"attention": {"fp8-w8a8": "1"}, "routed-experts": {"nvfp4-w4a16": "2"}},
+    "calibration": {"prompts": "p.jsonl", "samples": 2, "tokens": 8},
+}  # fmt: skip
 
 
 def documents(folder: Path, config: dict[str, Any] | None = None) -> None:
-    body = {**(CONFIG if config is None else config), "quantization_config": {"quant_method": "modelopt"}}
+    body = {**(CONFIG if config is None else config), "quantization_config": QUANTIZATION}
     (folder / "config.json").write_text(json.dumps(body))
-    (folder / "hf_quant_config.json").write_text("{}")
-    (folder / "quantization_recipe.json").write_text("{}")
+    (folder / "hf_quant_config.json").write_text(json.dumps(DESCRIBED))
+    (folder / "quantization_recipe.json").write_text(json.dumps(TOLD))
     for name in ("tokenizer.json", "chat_template.jinja", "LICENSE"):
         (folder / name).write_text(name)
 
@@ -111,6 +182,8 @@ def test_a_right_checkpoint_passes_and_leaves_a_row_for_each_tensor(audit, check
     assert found["tensors"] == found["expected_tensors"] == len(stored)
     assert found["total_bytes"] == found["expected_bytes"] == sum(entry.spec.nbytes for entry in stored)
     assert found["tensors_compared"] == sum(entry.copied for entry in stored)
+    assert found["quantized_compared"] == 2 * 3 + 5
+    assert 0.05 < found["quantized_error_max"] < 0.13
     assert found["effective_bits"] == (16 + 4.5 + 32 * 6 / (2 * 3 * 32 * 64)) / 2
     rows = [json.loads(line) for line in (out / "evidence/tensors.jsonl").read_text().splitlines()]
     assert [row["name"] for row in rows] == [entry.spec.name for entry in stored]
@@ -122,7 +195,7 @@ def test_a_right_checkpoint_passes_and_leaves_a_row_for_each_tensor(audit, check
 
 def test_evidence_is_the_same_twice(audit):
     first, second = audit()[2], audit()[2]
-    for name in ("tensors.jsonl", "findings.jsonl", "roles.jsonl"):
+    for name in ("tensors.jsonl", "findings.jsonl", "roles.jsonl", "errors.jsonl"):
         assert (first / "evidence" / name).read_bytes() == (second / "evidence" / name).read_bytes()
 
 
@@ -185,6 +258,16 @@ def test_a_tensor_of_the_source_that_the_model_does_not_have(audit, source):
     assert audit()[0]["tensors_missing"] == 1
 
 
+def twice(path: Path) -> None:
+    path.write_text(path.read_text().replace("{", '{"producer": 1, ', 1))
+
+
+def index(folder: Path, old: str, new: str) -> None:
+    path = folder / INDEX_FILE
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
 @pytest.mark.parametrize(
     ("change", "measurement"),
     [
@@ -194,8 +277,17 @@ def test_a_tensor_of_the_source_that_the_model_does_not_have(audit, source):
         (lambda folder: (folder / "training_args.bin").write_text("x"), "files_unexpected"),
         (lambda folder: (folder / "deep").mkdir() or (folder / "deep/x").write_text("x"), "files_unexpected"),
         (lambda folder: documents(folder, {**CONFIG, "transformers_version": "5"}), "config_changed"),
-        (lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG)), "config_changed"),
+        (lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG)), "documents_wrong"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config_changed"),
+        (lambda folder: (folder / "config.json").write_text("{"), "documents_wrong"),
+        (lambda folder: documents(folder, {**CONFIG, "num_experts": 2.0}), "config_changed"),
+        (lambda folder: documents(folder, {**CONFIG, "num_experts_per_tok": True}), "config_changed"),
+        (lambda folder: documents(folder, {**CONFIG, "tie_word_embeddings": None}), "config_changed"),
+        (lambda folder: twice(folder / "hf_quant_config.json"), "documents_wrong"),
+        (lambda folder: twice(folder / "quantization_recipe.json"), "documents_wrong"),
+        (lambda folder: index(folder, '"total_size": ', '"total_size": 1'), "documents_wrong"),
+        (lambda folder: index(folder, "{", '{\n  "extra": 1,'), "documents_wrong"),
+        (lambda folder: index(folder, "\n  }\n}\n", "\n  }\n}"), "documents_wrong"),
     ],
 )
 def test_a_wrong_file_is_measured(audit, checkpoint, change, measurement):
@@ -204,6 +296,137 @@ def test_a_wrong_file_is_measured(audit, checkpoint, change, measurement):
     assert found[measurement] >= 1
     assert judge(CHECK_THRESHOLDS, found)[0] is Verdict.FAILED
     assert findings
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "value", "said"),
+    [
+        ("config.json", ("quant_algo",), "NVFP4", "quant_algo"),
+        ("config.json", ("quant_method",), "fp8", "quant_method"),
+        ("config.json", ("ignore",), ["lm_head"], "ignore"),
+        ("config.json", ("kv_cache_scheme",), EIGHT, "kv_cache_scheme"),
+        ("config.json", ("config_groups", "group_1", "weights", "num_bits"), 4.0, "config_groups"),
+        ("config.json", ("config_groups", "group_1", "targets"), [], "config_groups"),
+        ("config.json", ("quantized_layers", "model.layers.2.mlp.experts"), FP8, "model.layers.2.mlp.experts"),
+        ("config.json", ("producer", "version"), "0.1", "producer.version"),
+        ("hf_quant_config.json", ("quantization", "quantized_layers"), {}, "quantized_layers.model.layers.1"),
+        ("hf_quant_config.json", ("quantization", "quant_algo"), "FP8", "quantization.quant_algo"),
+        ("hf_quant_config.json", ("quantization", "kv_cache_quant_algo"), "FP8", "kv_cache_quant_algo"),
+        ("hf_quant_config.json", ("quantization",), None, "quantization"),
+        ("hf_quant_config.json", ("producer",), {"name": "modelopt", "version": ""}, "producer"),
+        ("quantization_recipe.json", ("kv_cache_scales",), 0, "kv_cache_scales"),
+        ("quantization_recipe.json", ("placement", "attention"), {"fp8-w8a8": "0-2"}, "placement.attention.fp8-w8a8"),
+        ("quantization_recipe.json", ("calibration", "samples"), 512, "calibration.samples"),
+        ("quantization_recipe.json", ("algorithm",), "mse-fp8-sweep", "algorithm"),
+        ("quantization_recipe.json", ("extra",), 1, "extra"),
+    ],
+)
+def test_a_document_that_lies_is_measured(audit, checkpoint, file, keys, value, said):
+    path = checkpoint / file
+    body = json.loads(path.read_bytes())
+    at = body["quantization_config"] if file == "config.json" else body
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    path.write_text(json.dumps(body))
+    found, findings, _ = audit()
+    assert found["documents_wrong"] >= 1
+    assert found["config_changed"] == 0
+    assert any(said in finding["message"] for finding in findings)
+    assert judge(CHECK_THRESHOLDS, found)[0] is Verdict.FAILED
+
+
+ONE = Placement.of([Rule.model_validate_json(json.dumps(RULES[0]))], GEOMETRY, kv_scales=True)
+EXCLUDED = ["lm_head", "model.embed_tokens", "model.layers.0*", "model.layers.1*", "model.layers.2.self_attn*"]
+EXCLUDED += ["model.layers.2.mlp.gate", "model.layers.2.mlp.shared_expert*"]
+
+
+def of_one_precision(patterns: Any) -> list[tuple[str, str]]:
+    """Where documents of one precision, with these exclusions, disagree."""
+    quantization = {**NVFP4, "kv_cache_quant_algo": "FP8", "exclude_modules": patterns}
+    group = {**QUANTIZATION["config_groups"]["group_1"], "targets": ["Linear"]}
+    config = {
+        "config_groups": {"group_0": group}, "ignore": patterns, "quant_algo": "W4A16_NVFP4", "producer": PRODUCER,
+        "quant_method": "modelopt", "kv_cache_scheme": EIGHT,
+    }  # fmt: skip
+    recipe = {
+        "producer": PRODUCER, "algorithm": "max", "kv_cache_scales": True, "others": "bf16",
+        "placement": {"routed-experts": {"nvfp4-w4a16": "2"}},
+    }  # fmt: skip
+    given = {
+        "config.json": config,
+        "hf_quant_config.json": {"producer": PRODUCER, "quantization": quantization},
+        "quantization_recipe.json": recipe,
+    }
+    return [(file, what) for file, what, _, _ in described.disagreements(given, ONE, {"algorithm": "max"})]
+
+
+def test_exclusions_cover_what_is_not_quantized_and_nothing_else():
+    assert of_one_precision(EXCLUDED) == []
+    at = "quantization.exclude_modules"
+    for patterns, what in (
+        (EXCLUDED[1:], f"{at}: lm_head"),
+        ([*EXCLUDED, "model.layers.2*"], f"{at}: model.layers.2.mlp.experts"),
+        ([*EXCLUDED, "model.layers.7*"], f"{at}: model.layers.7*"),
+        (None, at),
+        ([1], at),
+    ):
+        assert ("hf_quant_config.json", what) in of_one_precision(patterns)
+
+
+def test_the_order_of_groups_says_nothing(audit, checkpoint):
+    body = json.loads((checkpoint / "config.json").read_bytes())
+    groups = body["quantization_config"]["config_groups"]
+    groups["group_0"], groups["group_1"] = groups["group_1"], groups["group_0"]
+    (checkpoint / "config.json").write_text(json.dumps(body))
+    assert audit()[0]["documents_wrong"] == 0
+
+
+def zeroed(suffix: str):
+    return lambda spec: bytes(spec.nbytes) if spec.name.endswith(suffix) else quantized(spec)
+
+
+def random_codes(spec: TensorSpec) -> bytes:
+    return payload_of(spec) if spec.dtype == "U8" else quantized(spec)
+
+
+def doubled(spec: TensorSpec) -> bytes:
+    wrong = "experts.1.down_proj.weight_scale_2"
+    return struct.pack("<f", 2 * GLOBAL) if spec.name.endswith(wrong) else quantized(spec)
+
+
+@pytest.mark.parametrize(
+    ("payload", "least", "most"),
+    [
+        (zeroed("experts.0.up_proj.weight"), 1, 1),
+        (zeroed("experts.0.up_proj.weight_scale"), 1, 1),
+        (zeroed("layers.1.self_attn.q_proj.weight"), 1, 1),
+        (lambda spec: b"\xff" * spec.nbytes if spec.dtype == "F8_E4M3" else quantized(spec), NOT_FINITE, NOT_FINITE),
+        (random_codes, 0.9, 2),
+        (doubled, 0.9, 1.2),
+    ],
+)
+def test_values_that_are_not_the_sources_are_measured(audit, checkpoint, payload, least, most):
+    rewrite(checkpoint, SPECS, payload)
+    found, _, out = audit()
+    assert least <= found["quantized_error_max"] <= most
+    assert least > ERROR_MAX
+    rows = [json.loads(line) for line in (out / "evidence/errors.jsonl").read_text().splitlines()]
+    assert max(row["relative_error"] for row in rows) == found["quantized_error_max"]
+
+
+def test_a_matrix_that_cannot_be_decoded_is_not_counted(audit, checkpoint):
+    rewrite(checkpoint, [spec for spec in SPECS if not spec.name.endswith("0.up_proj.weight_scale_2")], quantized)
+    assert audit()[0]["quantized_compared"] == 2 * 3 + 5 - 1
+
+
+def test_a_large_model_is_sampled_evenly_and_says_so(audit, monkeypatch):
+    monkeypatch.setattr(check, "WEIGHTS_DECODED", 4096)
+    found, _, out = audit()
+    rows = [json.loads(line) for line in (out / "evidence/errors.jsonl").read_text().splitlines()]
+    assert len(rows) == found["quantized_compared"] == 2 * 3 + 5
+    assert all(0 < row["rows_compared"] < row["rows"] or row["rows"] < 8 for row in rows)
+    assert 0.01 < found["quantized_error_max"] < 0.15
 
 
 def test_several_metadata_keys_are_measured(audit, checkpoint):
@@ -338,6 +561,8 @@ def test_modelopt_quantizes_the_small_model_the_same_way_twice(root, small, tmp_
     found = audited(small, tmp_path / "first", params)
     assert judge(CHECK_THRESHOLDS, found) == (Verdict.PASSED, ())
     assert found["effective_bits"] == pytest.approx(4.5, abs=0.001)
+    assert found["quantized_compared"] == 72
+    assert 0.08 < found["quantized_error_max"] < 0.12
     assert report["measurements"]["total_bytes"] == found["total_bytes"]
     config = json.loads((tmp_path / "first/out/checkpoint/config.json").read_bytes())
     assert config["quantization_config"]["quant_algo"] == "W4A16_NVFP4"

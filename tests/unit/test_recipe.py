@@ -123,12 +123,15 @@ def test_a_misspelt_key_gets_a_suggestion(demo, old, new, words):
         ('[[targets]]\nname = "cpu"', '[[targets]]\nname = "h200"', ("gates.load.target", "'cpu'")),
         ('name = "api"', 'name = "load"', ("gates", "'load'", "twice")),
         ('name = "api"', 'name = "check"', ("gates.check", "belongs")),
-        ('op = "=="', 'op = "="', ("gates.0.thresholds.0.op",)),
+        ('op = ">="', 'op = "="', ("gates.1.thresholds.0.op",)),
+        ('probes = "tests/fixtures/tiny-laguna.probes.json"\n', "", ("gates.api", "probes")),
+        ('handler = "gates/load"', 'handler = "gates/other"', ("gates.0", "thresholds")),
+        ('[[targets]]\nname = "cpu"', '[[targets]]\nname = "cpu"\n[[targets]]\nname = "h200"', ("no gate", "'h200'")),
         ('handler = "gates/load"', 'handler = "load"', ("gates.0.handler",)),
         ('handler = "gates/load"', 'handler = "gates/load"\nparams = { launch = 1 }', ("gates.0", "launch")),
         ('[[launch]]\ntarget = "cpu"', '[[launch]]\ntarget = "gb10"', ("launch.0.target",)),
         ('handler = "gates/load"', 'handler = "gates/load"\nsources = ["other"]', ("gates.load.sources", "'other'")),
-        ('handler = "gates/load"', "handler = 1979-05-27", ("JSON",)),
+        ('handler = "gates/load"', "handler = 1979-05-27", ("date",)),
         ("memory_gib = 4", "memory_gib = 0", ("memory_gib",)),
     ],
 )
@@ -232,6 +235,26 @@ def test_pinning_what_is_not_there(demo):
         with pytest.raises(ReleaseError) as caught:
             pin(demo, source, digest)
         assert caught.value.code == "INVALID_VALUE"
+
+
+@pytest.mark.parametrize("handler", ["gates/load", "gates/api"])
+def test_a_gate_that_serves_needs_a_launch_entry(demo, handler):
+    other = "gates/api" if handler == "gates/load" else "gates/load"
+    text = demo[: demo.index("[[launch]]")] + demo[demo.index("[card]") :]
+    needy = f'handler = "{other}"'
+    text = (
+        swap(text, needy, 'handler = "gates/else"\nthresholds = [{ measurement = "x", op = "==", value = 1 }]')
+        if (other == "gates/load")
+        else swap(text, needy, 'handler = "gates/else"')
+    )
+    refused(text, "INVALID_VALUE", handler, "launch entry for 'cpu'")
+
+
+def test_every_target_of_every_recipe_is_asked_how_it_loads(texts):
+    for text in texts.values():
+        recipe = Recipe.parse(text, file="x")
+        loads = {gate.target for gate in recipe.gates if gate.handler == "gates/load"}
+        assert loads == {target.name for target in recipe.targets}
 
 
 def test_no_gate_can_take_the_name_of_a_stage(texts):

@@ -50,6 +50,41 @@ def test_a_rotten_blob_is_never_used_and_set_aside(store: Store, tmp_path: Path)
     assert not store.has(artifact)
 
 
+def test_a_rotten_blob_is_never_published(store: Store, tmp_path: Path) -> None:
+    artifact = store.add_bytes(b"weights", "w")
+    store.blob(artifact.digest).chmod(0o644)
+    store.blob(artifact.digest).write_bytes(b"WEIGHTS")
+    with pytest.raises(ReleaseError) as caught:
+        store.copy_out(artifact, tmp_path / "w")
+    assert (caught.value.code, caught.value.file) == ("STORE_CORRUPT", "w")
+    assert not store.has(artifact)
+
+
+def test_a_damaged_record_is_no_record(store: Store) -> None:
+    key = digest_of(b"key")
+    report = JobReport(contract=1, key=key, status="completed", measurements={}, environment={})
+    store.keep(key, Record(report=report, outputs={}))
+    path = next((store.root / "records").iterdir())
+    path.write_bytes(path.read_bytes()[:-5])
+    assert store.record(key) is None
+    assert store.record(key) is None
+
+
+def test_drafts_of_the_dead_are_removed_and_those_of_the_living_kept(store: Store) -> None:
+    drafts = store.folder("drafts")
+    for name in ("a.4194304", f"b.{os.getpid()}"):
+        (drafts / name).write_text("x")
+    store.sweep()
+    assert [path.name for path in drafts.iterdir()] == [f"b.{os.getpid()}"]
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ReleaseError) as caught:
+        Store(tmp_path / "file").add_bytes(b"x", "x")
+    assert caught.value.code == "STORAGE_UNUSABLE"
+
+
 def test_a_record_without_its_blobs_is_no_record(store: Store) -> None:
     artifact = store.add_bytes(b"out", "out")
     key = digest_of(b"key")

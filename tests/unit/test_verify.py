@@ -149,7 +149,7 @@ def test_a_local_dir_download_verifies(package, signer):
     (package / ".gitattributes").write_text("x")
     report = verify(package, signer.public)
     assert report.ok
-    assert report.unsigned == (".gitattributes",)
+    assert report.unsigned == (".gitattributes", ".cache/huggingface/")
 
 
 def test_nothing_else_hides_in_the_cache_folder(package, signer):

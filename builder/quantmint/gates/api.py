@@ -1,7 +1,7 @@
 """The API gate: a real server from the launch recipe, asked by the official client, on the loopback of the serve image.
 
 Every probe is asked twice, whole and as a stream, greedily and with a fixed seed; every one is accounted for, also when
-the server dies. It measures and never judges; no time and no place of the host reaches the evidence.
+the server dies or talks nonsense. It measures and never judges; no time and no place of the host reaches the evidence.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx2
 import jsonschema
 import openai
 from pydantic import Field
 
-from quantmint.document import Document, author, author_value, canonical
+from quantmint.document import Document, author_value, canonical, parse_json
 from quantmint.errors import ReleaseError
 from quantmint.evidence import Scalar
 from quantmint.launch import LaunchRecipe
 from quantmint.stage import Emit
 
-VERSION = 1
+VERSION = 2
 HOST = "127.0.0.1"
 SEED = 0
 READY_SECONDS = 600
@@ -41,6 +42,8 @@ VOLATILE = frozenset({"id", "created", "system_fingerprint", "service_tier", "pr
 """Fields of a response that differ from run to run, or say nothing; dropped wherever they stand."""
 ANNOUNCEMENT = "quantmint overlay {"
 SWITCH = "QUANTMINT_OVERLAY_DISABLE"
+END_OF_STREAM = b"data: [DONE]"
+"""What the last line of a whole stream says."""
 
 Row = dict[str, Any]
 _seen: dict[str, Scalar] = {}
@@ -130,8 +133,8 @@ class Answer:
 def arguments(text: str) -> Any:
     """The JSON value of a call's arguments, or the text itself, marked, when it is not JSON."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text.encode(), file="arguments")
+    except (ValueError, ReleaseError):
         return ("not JSON", text)
 
 
@@ -197,8 +200,8 @@ def _text_faults(probe: Probe, answer: Answer) -> Iterator[str]:
     if schema is None and wanted.json_value is None:
         return
     try:
-        value = json.loads(answer.content)
-    except ValueError:
+        value = parse_json(answer.content.encode(), file="answer")
+    except (ValueError, ReleaseError):
         yield "the text is not JSON"
         return
     if schema is not None:
@@ -254,12 +257,31 @@ def numbered(probes: Iterable[Probe]) -> tuple[tuple[str, Probe], ...]:
     return tuple(named.items())
 
 
+class _Watched(httpx2.SyncByteStream):
+    """The body of a response, remembering how it ended: the official client does not tell."""
+
+    def __init__(self, stream: httpx2.SyncByteStream) -> None:
+        self._stream = stream
+        self.tail = b""
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._stream:
+            self.tail = (self.tail + chunk)[-64:]
+            yield chunk
+
+    def close(self) -> None:
+        self._stream.close()
+
+
 class Client:
     """The official client, and answers out of its responses."""
 
     def __init__(self, port: int, model: str) -> None:
         self._model = model
-        self._http = openai.DefaultHttpxClient(trust_env=False, timeout=ANSWER_SECONDS)
+        self._body: _Watched | None = None
+        self._http = openai.DefaultHttpxClient(
+            trust_env=False, timeout=ANSWER_SECONDS, event_hooks={"response": [self._watch]}
+        )
         self._openai = openai.OpenAI(
             base_url=f"http://{HOST}:{port}/v1", api_key="none", max_retries=0, http_client=self._http
         )
@@ -268,11 +290,18 @@ class Client:
         """Close the connections."""
         self._http.close()
 
+    def _watch(self, response: httpx2.Response) -> None:
+        if isinstance(response.stream, httpx2.SyncByteStream):
+            response.stream = self._body = _Watched(response.stream)
+
     def context_length(self) -> int | None:
-        """What the server says its context is, in tokens."""
-        models = {entry.id: entry for entry in self._openai.models.list()}
-        found = (models[self._model].model_extra or {}).get("max_model_len") if self._model in models else None
-        return found if isinstance(found, int) else None
+        """What the server says its context is, in tokens; None when it says nothing that can be used."""
+        try:
+            models = {entry.id: entry for entry in self._openai.models.list()}
+            found = (models[self._model].model_extra or {}).get("max_model_len") if self._model in models else None
+        except Exception:  # noqa: BLE001  a server may say anything
+            return None
+        return found if type(found) is int else None
 
     def request(self, probe: Probe) -> Row:
         """The request body, without the model's name."""
@@ -291,29 +320,36 @@ class Client:
         return body
 
     def ask(self, probe: Probe, *, stream: bool) -> tuple[Answer, Row | None]:
-        """The answer, and the body of a whole one without what is volatile."""
+        """The answer, and the body of a whole one without what is volatile.
+
+        Whatever is not an answer of this API (no choice, other types, no JSON, a stream without its end) has status 0.
+        """
         body = {**self.request(probe), "model": probe.model or self._model}
         try:
-            if stream:
-                return self._streamed(body), None
-            response = self._openai.chat.completions.create(**body)
+            answer, raw = (self._streamed(body), None) if stream else self._whole(body)
+            canonical([answer.as_json(), raw])
         except openai.APIStatusError as error:
             return Answer(error.status_code, error=_message(error)), None
-        except openai.APIError as error:
+        except Exception as error:  # noqa: BLE001  a server may answer anything; what it broke is told
             return Answer(0, error=type(error).__name__), None
+        return answer, raw
+
+    def _whole(self, body: Row) -> tuple[Answer, Row]:
+        response = self._openai.chat.completions.create(**body)
         choice = response.choices[0]
-        calls = tuple((call.function.name, call.function.arguments) for call in choice.message.tool_calls or ())
         usage = response.usage
         answer = Answer(
             200,
-            choice.message.content or "",
+            _text(choice.message.content),
             _reasoning(choice.message),
-            calls,
-            choice.finish_reason,
-            usage.prompt_tokens if usage else None,
-            usage.completion_tokens if usage else None,
+            tuple(
+                (_text(call.function.name), _text(call.function.arguments)) for call in choice.message.tool_calls or ()
+            ),
+            _text(choice.finish_reason) or None,
+            _count(usage.prompt_tokens) if usage else None,
+            _count(usage.completion_tokens) if usage else None,
         )
-        return answer, stable(response.model_dump(mode="json", exclude_none=True))
+        return answer, stable(response.model_dump(mode="json", exclude_none=True, warnings=False))
 
     def _streamed(self, body: Row) -> Answer:
         content = reasoning = ""
@@ -326,33 +362,50 @@ class Client:
             chunks += 1
             usage = chunk.usage or usage
             for choice in chunk.choices:
-                content += choice.delta.content or ""
+                content += _text(choice.delta.content)
                 reasoning += _reasoning(choice.delta)
-                finish = choice.finish_reason or finish
+                finish = _text(choice.finish_reason) or finish
                 for part in choice.delta.tool_calls or ():
-                    call = calls.setdefault(part.index, ["", ""])
+                    call = calls.setdefault(_count(part.index), ["", ""])
                     if part.function is not None:
-                        call[0] += part.function.name or ""
-                        call[1] += part.function.arguments or ""
+                        call[0] += _text(part.function.name)
+                        call[1] += _text(part.function.arguments)
+        if self._body is None or not self._body.tail.rstrip().endswith(END_OF_STREAM):
+            raise EOFError("the stream ends without its last line")
         return Answer(
             200,
             content,
             reasoning,
             tuple((name, text) for _, (name, text) in sorted(calls.items())),
             finish,
-            usage.prompt_tokens if usage else None,
-            usage.completion_tokens if usage else None,
+            _count(usage.prompt_tokens) if usage else None,
+            _count(usage.completion_tokens) if usage else None,
             chunks,
         )
 
 
 def _reasoning(message: Any) -> str:
-    return str((message.model_extra or {}).get("reasoning") or "")
+    return _text((message.model_extra or {}).get("reasoning"))
+
+
+def _text(value: Any) -> str:
+    """`value` as the text it must be; nothing is empty."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where text belongs")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{type(value).__name__} where a number belongs")
+    return value
 
 
 def _message(error: openai.APIStatusError) -> str:
     body = error.body if isinstance(error.body, dict) else {}
-    return str(body.get("message", type(error).__name__))[:300]
+    return str(body.get("message", type(error).__name__))[:300].encode("utf-8", "replace").decode()
 
 
 def stable(value: Any) -> Any:
@@ -442,7 +495,10 @@ class Server:
         start = text.rfind(ANNOUNCEMENT)
         if start < 0:
             return {}
-        found, _ = json.JSONDecoder().raw_decode(text, start + len(ANNOUNCEMENT) - 1)
+        try:
+            found, _ = json.JSONDecoder().raw_decode(text, start + len(ANNOUNCEMENT) - 1)
+        except ValueError:
+            return {}
         return dict(found)
 
     def stop(self) -> None:
@@ -501,10 +557,11 @@ def run(
     `evidence/transcript.jsonl` (one object per probe) and `evidence/environment.jsonl` (one object).
 
     Raises:
-        ReleaseError: INVALID_VALUE, UNKNOWN_KEY or RECIPE_SYNTAX for the parameters and the probes.
+        ReleaseError: INVALID_VALUE or UNKNOWN_KEY for the parameters and the probes, MALFORMED_DOCUMENT or
+            DUPLICATE_KEY for the file of the probes.
     """
     launch = author_value(LaunchRecipe, params["launch"], file="launch")
-    probes = numbered((*own_probes(launch), *_given(params, inputs)))
+    probes = numbered((*own_probes(launch), *given_probes(params, inputs)))
     _seen.clear()
     rows: list[Row] = []
     told: Row = {"launch": launch.as_json(), "client": f"openai {openai.__version__}"}
@@ -534,18 +591,24 @@ def run(
         "server_ready": ready,
         "server_exits": int(ready and exited),
         "context_length_served": told.get("context_length_served") or 0,
+        "overlays_applied": int(bool(told["overlay"])),
         "overlay_fixes_disabled": sum(state == "disabled" for state in told["overlay"].get("fixes", {}).values()),
         "ready_seconds": round(ready_seconds, 3),
         "probes_seconds": round(time.monotonic() - started - ready_seconds, 3),
     }
 
 
-def _given(params: Mapping[str, Any], inputs: Mapping[str, Path]) -> tuple[Probe, ...]:
+def given_probes(params: Mapping[str, Any], inputs: Mapping[str, Path]) -> tuple[Probe, ...]:
+    """The probes of the file, or of the one file of the folder, `inputs["probes"]`, else of `params["probes"]`.
+
+    Raises:
+        ReleaseError: INVALID_VALUE, UNKNOWN_KEY, MALFORMED_DOCUMENT or DUPLICATE_KEY.
+    """
     if "probes" in inputs:
         path = inputs["probes"]
         if path.is_dir():
             path = next(iter(sorted(path.glob("*.json"))))
-        return author(Probes, path.read_text("utf-8"), file=path.name, syntax="json").probes
+        return author_value(Probes, parse_json(path.read_bytes(), file=path.name), file=path.name).probes
     return author_value(Probes, {"version": 1, "probes": list(params["probes"])}, file="probes").probes
 
 

@@ -1,4 +1,4 @@
-"""Compares a quantized checkpoint with its source and its placement: names, dtypes, shapes, bytes, files.
+"""Compares a quantized checkpoint with its source and its placement: names, dtypes, shapes, bytes, files, values.
 
 Pure Python over headers and raw ranges. It reads every byte of both checkpoints, changes none, and judges nothing.
 """
@@ -6,27 +6,42 @@ Pure Python over headers and raw ranges. It reads every byte of both checkpoints
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from quantmint import tiers
-from quantmint.checkpoint import INDEX_FILE, METADATA, TensorEntry, TensorIndex, carried_over, tokenizer_file
+from quantmint.checkpoint import (
+    INDEX_FILE,
+    METADATA,
+    Shard,
+    TensorEntry,
+    TensorIndex,
+    TensorSpec,
+    carried_over,
+    encode_index,
+    tokenizer_file,
+)
 from quantmint.document import author_value, canonical, parse_json
 from quantmint.errors import ReleaseError
 from quantmint.evidence import Finding, Scalar
 from quantmint.geometry import Geometry, Role
 from quantmint.placement import Placement, Rule, Stored
+from quantmint.quantize import decode, described
 from quantmint.quantize.files import range_digest, read_header, read_index, read_range
 from quantmint.stage import Emit
+from quantmint.tiers import Precision
 
-VERSION = 1
+VERSION = 2
 
-PRODUCED = frozenset({"config.json", "hf_quant_config.json", "quantization_recipe.json", INDEX_FILE})
+PRODUCED = frozenset({described.CONFIG, described.DESCRIBED, described.RECIPE, INDEX_FILE})
 """Files that the producer writes besides weights; the index stands only beside several shards."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that engines fuse into one matrix with one scalar scale."""
 FUSED_SUFFIXES = ("weight_scale_2", "input_scale", "weight_scale")
+WEIGHTS_DECODED = 2**23
+"""How many weights are decoded to measure errors; a larger model is sampled, evenly, at least a row a matrix."""
 
 
 @dataclass
@@ -39,7 +54,7 @@ class _Audit:
             (
                 "tensors_missing", "tensors_unexpected", "tensors_wrong_shape", "tensors_changed",
                 "fused_scales_unequal", "files_missing", "files_unexpected", "files_changed", "config_changed",
-                "metadata_surplus",
+                "metadata_surplus", "documents_wrong",
             ), 0,
         )
     )  # fmt: skip
@@ -62,18 +77,27 @@ def run(
     origin, made = read_index(source), read_index(checkpoint)
     _metadata(checkpoint, made, audit)
     _files(source, inputs.get("tokenizer", source), checkpoint, made, audit)
-    _config(config, checkpoint, audit)
+    _index(made, checkpoint, audit)
+    _documents(params, placement, config, checkpoint, audit)
     rows = list(_tensors(placement, source, origin, checkpoint, made, audit, emit))
     _fused(placement, checkpoint, made, audit)
+    errors = list(_errors(placement, source, origin, checkpoint, made, emit))
     evidence = out / "evidence"
     evidence.mkdir()
     _write(evidence / "tensors.jsonl", rows)
+    _write(evidence / "errors.jsonl", errors)
     _write(evidence / "findings.jsonl", (finding.as_json() for finding in audit.findings))
     roles = _roles(placement, made)
     _write(evidence / "roles.jsonl", roles)
     for finding in audit.findings[:20]:
         emit("note", text=f"{finding.code}: {finding.message}")
-    return {**audit.counts, **_sizes(placement, made), "tensors_compared": sum(row["copied"] for row in rows)}
+    return {
+        **audit.counts,
+        **_sizes(placement, made),
+        "tensors_compared": sum(row["copied"] for row in rows),
+        "quantized_compared": len(errors),
+        "quantized_error_max": max((row["relative_error"] for row in errors), default=0.0),
+    }
 
 
 def planned(params: Mapping[str, Any], config: Any) -> Placement:
@@ -119,16 +143,45 @@ def _files(source: Path, tokenizer: Path, checkpoint: Path, made: TensorIndex, a
             audit.found("files_changed", f"{name} differs from the source's", file=name)
 
 
-def _config(config: Any, checkpoint: Path, audit: _Audit) -> None:
-    path = checkpoint / "config.json"
-    if not path.is_file():
+def _index(made: TensorIndex, checkpoint: Path, audit: _Audit) -> None:
+    """The index must be the one of the files as they are, byte for byte: its total and its order are claims too."""
+    if len(made.files) < 2:
         return
-    found = parse_json(path.read_bytes(), file="config.json")
-    quantization = found.pop("quantization_config", None) if isinstance(found, dict) else None
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "modelopt":
-        audit.found("config_changed", "config.json has no ModelOpt quantization_config", file="config.json")
-    if found != config:
-        audit.found("config_changed", "config.json changes fields of the source", file="config.json")
+    tensors: dict[str, list[TensorSpec]] = {file: [] for file in made.files}
+    for entry in made.tensors.values():
+        tensors[entry.file].append(TensorSpec(entry.name, entry.dtype, entry.shape))
+    wanted = encode_index(Shard(file, b"", tuple(specs)) for file, specs in tensors.items())
+    found = (checkpoint / INDEX_FILE).read_bytes()
+    if found != wanted:
+        audit.found(
+            "documents_wrong",
+            "the index is not that of the files beside it",
+            file=INDEX_FILE,
+            expected=f"sha256:{sha256(wanted).hexdigest()}, total {made.nbytes}",
+            actual=f"sha256:{sha256(found).hexdigest()}",
+        )
+
+
+def _documents(params: Mapping[str, Any], placement: Placement, config: Any, checkpoint: Path, audit: _Audit) -> None:
+    """What is said about the weights: strict JSON, and what the placement makes of them."""
+    documents: dict[str, Any] = {}
+    for name in (described.CONFIG, described.DESCRIBED, described.RECIPE):
+        path = checkpoint / name
+        try:
+            if path.is_file():
+                documents[name] = parse_json(path.read_bytes(), file=name)
+        except ReleaseError as error:
+            audit.found("documents_wrong", error.message, file=name, expected="strict JSON", actual=error.code)
+    if described.CONFIG in documents:
+        found = documents[described.CONFIG]
+        told = found.pop("quantization_config", None) if isinstance(found, dict) else None
+        documents[described.CONFIG] = told
+        if not described.alike(found, config):
+            audit.found("config_changed", "config.json changes fields of the source", file=described.CONFIG)
+    for file, what, wanted, actual in described.disagreements(documents, placement, params):
+        audit.found(
+            "documents_wrong", f"{what} disagrees with the placement", file=file, expected=wanted, actual=actual
+        )
 
 
 def _tensors(
@@ -223,6 +276,63 @@ def _fused(placement: Placement, checkpoint: Path, made: TensorIndex, audit: _Au
                 "fused_scales_unequal", f"{name} and its partners differ", file=made[next(iter(values))].file,
                 expected="one value", actual=", ".join(value.hex() for value in values.values()),
             )  # fmt: skip
+
+
+def _errors(
+    placement: Placement, source: Path, origin: TensorIndex, checkpoint: Path, made: TensorIndex, emit: Emit
+) -> Iterator[dict[str, Any]]:
+    """Relative error of each quantized matrix against the source's; one that cannot be decoded has no row.
+
+    When there are more than `WEIGHTS_DECODED` weights, rows are taken at even distances; the digest of the matrix's
+    name says where they begin.
+    """
+    matrices = [tensor for tensor in placement.geometry.tensors if placement.precision(tensor) is not Precision.BF16]
+    total = tiers.weights_in([tensor.spec for tensor in matrices])
+    for number, tensor in enumerate(matrices):
+        if number % 64 == 0:
+            emit("progress", done=number, total=len(matrices), unit="matrices")
+        precision = placement.precision(tensor)
+        parts = tiers.modelopt(tensor.spec, precision)
+        before = origin.tensors.get(tensor.name)
+        found = [made.tensors.get(part.name) for part in parts]
+        if before is None or (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+            continue
+        held = [
+            entry
+            for entry, part in zip(found, parts, strict=True)
+            if entry is not None and (entry.dtype, entry.shape) == (part.dtype, part.shape)
+        ]
+        if len(held) < len(parts):
+            continue
+        count = tensor.shape[0]
+        taken = count if total <= WEIGHTS_DECODED else max(1, count * WEIGHTS_DECODED // total)
+        step = count // taken
+        begin = int(sha256(tensor.name.encode()).hexdigest(), 16) % step
+        rows = range(begin, begin + step * taken, step)
+        weights = decode.bf16(_rows(source, before, rows))
+        codes = _rows(checkpoint, held[0], rows)
+        if precision is Precision.NVFP4_W4A16:
+            scales, scale = _rows(checkpoint, held[1], rows), _scalar(checkpoint, held[2])
+            error = decode.nvfp4_error(weights, codes, scales, scale)
+        else:
+            error = decode.fp8_error(weights, codes, _scalar(checkpoint, held[1]))
+        yield {"name": tensor.name, "rows": count, "rows_compared": len(rows), "relative_error": error}
+    emit("progress", done=len(matrices), total=len(matrices), unit="matrices")
+
+
+def _rows(folder: Path, entry: TensorEntry, rows: range) -> bytes:
+    """The bytes of some rows of a matrix."""
+    if len(rows) == entry.shape[0]:
+        return b"".join(read_range(folder, entry))
+    width = entry.nbytes // entry.shape[0]
+    begins = (entry.begin + row * width for row in rows)
+    return b"".join(
+        chunk for begin in begins for chunk in read_range(folder, replace(entry, begin=begin, end=begin + width))
+    )
+
+
+def _scalar(folder: Path, entry: TensorEntry) -> float:
+    return decode.f32(b"".join(read_range(folder, entry)))
 
 
 def _roles(placement: Placement, made: TensorIndex) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from quantmint.evidence import Scalar
 from quantmint.launch import LaunchRecipe
 from quantmint.stage import Emit
 
-VERSION = 1
+VERSION = 2
 PROMPT = "Hello. Repeat this text exactly:"
 SWITCH = "QUANTMINT_OVERLAY_DISABLE"
 """Set from `params["disable"]` only: names of overlay fixes to leave out, to show that this gate notices."""
@@ -77,7 +77,7 @@ def run(
     else:
         lines = (scratch / "readback" / "parameters.jsonl").read_bytes().splitlines()
         rows = [json.loads(line) for line in lines]
-    measured = measurements(rows, record)
+    measured = measurements(index.tensors, rows, record)
     evidence = out / "evidence"
     evidence.mkdir()
     (evidence / "parameters.jsonl").write_bytes(b"".join(canonical(row) + b"\n" for row in rows))
@@ -105,9 +105,18 @@ def index_of(package: Path) -> TensorIndex:
     return TensorIndex.of(headers, listing.read_bytes() if listing.exists() else None)
 
 
-def measurements(rows: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Scalar]:
-    """The account: each row counts once, in compared (equal or different), quantized, absent or unaccounted."""
-    table = list(rows)
+def measurements(
+    names: Collection[str], rows: Iterable[Mapping[str, Any]], record: Mapping[str, Any]
+) -> dict[str, Scalar]:
+    """The account of the tensors `names` of the package: each counts once.
+
+    It stands in compared (equal or different), quantized or absent when a row says so, else in unaccounted: the number
+    of rows proves nothing, and a row about another tensor, or a second one, adds nothing.
+    """
+    told: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        told.setdefault(str(row["name"]), row)
+    table = [told[name] for name in names if name in told]
     verdicts = Counter(str(row["verdict"]) for row in table)
     quantized = [row for row in table if row["verdict"] == "quantized"]
     compared = verdicts["equal"] + verdicts["different"]
@@ -115,11 +124,11 @@ def measurements(rows: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -
     answer = record.get("answer", {})
     found: dict[str, Scalar] = {
         "engine_loaded": "error" not in record,
-        "tensors_total": len(table),
+        "tensors_total": len(names),
         "tensors_compared": compared,
         "tensors_different": verdicts["different"],
         "tensors_absent": verdicts["absent"],
-        "tensors_unaccounted": len(table) - known,
+        "tensors_unaccounted": len(names) - known,
         "quantized_tensors": len(quantized),
         "quantized_different": sum(not row["dequantized_equal"] for row in quantized),
         "router_biases_compared": sum(

@@ -23,6 +23,8 @@ from quantmint.evidence import Scalar
 from quantmint.stage import Emit
 
 VERSION = 1
+SECRETS = ("QUANTMINT", "TOKEN", "PROXY", "PASS", "SECRET", "DOCKER", "AWS")
+"""Words that the name of no variable in a job may hold."""
 NOWHERE = ("192.0.2.1", 9)
 """An address reserved for documentation (RFC 5737): it has a route exactly where there is a network."""
 
@@ -86,7 +88,7 @@ def isolation(read_only: Path) -> dict[str, Scalar]:
         "inputs_writable": _can_write(read_only.parent / ".quantmint-probe"),
         "capabilities": int(capabilities, 16) != 0,
         "socket_in_tmpdir": _can_listen(),
-        "secrets_in_environment": any("QUANTMINT" in name or "TOKEN" in name for name in os.environ),
+        "secrets_in_environment": any(word in name.upper() for name in os.environ for word in SECRETS),
     }
 
 
