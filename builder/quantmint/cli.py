@@ -345,7 +345,7 @@ def verify(
             f"gate {gate.gate} on {gate.target}: {gate.verdict}"
             + (f" ({'; '.join(gate.reasons)})" if gate.reasons else "")
         )
-    if report.model_signature == "absent":
+    if report.model_signature == "absent" and report.ok:
         give("model.sig is absent; stock tools cannot check this package")
     report.demand_ok()
     give(

@@ -17,6 +17,8 @@ from quantmint.evidence import Evidence, EvidenceFile, Verdict, judge
 from quantmint.execute import Finished
 from quantmint.geometry import Geometry
 from quantmint.manifest import (
+    PLAN_FILE,
+    RECIPE_FILE,
     Builder,
     Grade,
     Overlay,
@@ -95,7 +97,12 @@ def demand_passed(evidence: tuple[Evidence, ...], store: Store, recipe: str) -> 
 
 def grade_of(plan: Plan, evidence: tuple[Evidence, ...], *, signed: bool) -> tuple[Grade, tuple[str, ...]]:
     """The grade that a release earns, and why it is not better; `signed`: by a key that lasts."""
-    reasons = development_because(plan.runner, ((entry.gate, entry.verdict) for entry in evidence))
+    reasons = development_because(
+        plan.runner,
+        ((entry.gate, entry.verdict) for entry in evidence),
+        unasked=[target for target in plan.targets if target not in {entry.target for entry in evidence}],
+        bare=[entry.gate for entry in evidence if entry.thresholds and not entry.files],
+    )
     if not reasons and not signed:
         reasons = ("signed with a throw-away key",)
     return ("development", reasons) if reasons else ("release", ())
@@ -124,8 +131,8 @@ def assemble(
     overlay = _overlay(folder, prepared, store)
     grade, reasons = grade_of(plan, evidence, signed=signed)
     texts = {f"launch/{launch.target}.toml": launch.toml().encode() for launch in recipe.launch}
-    texts["evidence/plan.json"] = plan.canonical()
-    texts["evidence/recipe.toml"] = prepared.authored.data
+    texts[PLAN_FILE] = plan.canonical()
+    texts[RECIPE_FILE] = prepared.authored.data
     texts[CARD] = render(recipe, plan, evidence, overlay=overlay, grade=grade, reasons=reasons)
     if recipe.license_file is not None and not (folder / "LICENSE").exists():
         license_digest = plan.files[recipe.license_file]

@@ -442,7 +442,7 @@ def within_the_ceiling(package: Path, key: Path | None) -> str:
     return done.stdout.strip()
 
 
-BOMBS = {"lists": b"[],", "objects": b"{},", "numbers": b"0,", "nested": b"[[[[]]]],", "members": b'{"a":0},'}
+BOMBS = {"lists": b"[],", "numbers": b"0,", "members": b'{"a":0},'}
 
 
 @pytest.mark.parametrize("piece", BOMBS.values(), ids=BOMBS)
@@ -451,9 +451,7 @@ def test_bundle_of_too_many_values(package, signer, tmp_path, piece):
     (package / RELEASE_FILE).write_bytes(b'{"a":[' + piece * (room // len(piece)) + b"0]}")
     write_public(signer.public, tmp_path / "key.pub")
     assert within_the_ceiling(package, tmp_path / "key.pub") == f"MALFORMED_DOCUMENT {RELEASE_FILE}"
-    (package / MODEL_FILE).write_bytes((package / RELEASE_FILE).read_bytes())
-    error = refused(package, signer)
-    assert "too many values" in error.message
+    assert "too many values" in refused(package, signer).message
 
 
 def test_payload_of_too_many_values_that_nobody_vouches_for(package):
@@ -578,6 +576,41 @@ def test_evidence_that_was_replaced(package, signer):
     }
     resign(package, signer, lambda s: s["predicate"].update(gates=[gate]))
     assert ("CLAIM_CONTRADICTED", "README.md") in found(package, signer)
+
+
+def test_gate_that_passed_against_its_own_measurements(package, signer):
+    gate = {
+        "gate": "load",
+        "target": "cpu",
+        "verdict": "PASSED",
+        "thresholds": [{"measurement": "tensors_different", "op": "==", "value": 0}],
+        "measurements": {"tensors_different": 1},
+    }
+    resign(package, signer, lambda s: s["predicate"].update(gates=[gate]))
+    (package / MODEL_FILE).unlink()
+    finding, _ = verify(package, signer.public).findings
+    assert (finding.code, finding.file, finding.expected) == ("CLAIM_CONTRADICTED", RELEASE_FILE, "FAILED")
+    assert "tensors_different: 1" in finding.message
+
+
+def test_operator_that_nobody_can_judge(package, signer):
+    line = {"measurement": "m", "op": "!=", "value": 0}
+    gate = {"gate": "load", "target": "cpu", "verdict": "PASSED", "thresholds": [line], "measurements": {"m": 0}}
+    resign(package, signer, lambda s: s["predicate"].update(gates=[gate]))
+    assert refused(package, signer).code == "MALFORMED_DOCUMENT"
+
+
+def test_measurement_that_no_number_of_the_machine_can_hold(package, signer):
+    line = {"measurement": "m", "op": ">=", "value": 0}
+    gate = {"gate": "load", "target": "cpu", "verdict": "PASSED", "thresholds": [line], "measurements": {"m": 10**400}}
+    resign(package, signer, lambda s: s["predicate"].update(gates=[gate]))
+    assert ("CLAIM_CONTRADICTED", RELEASE_FILE) in found(package, signer)
+
+
+def test_subject_of_endless_folders(package, signer):
+    name = "/".join("d" * 33)
+    resign(package, signer, lambda s: s["subject"][0].update(name=name))
+    assert refused(package, signer, name).code == "ILLEGAL_PATH"
 
 
 # model.sig

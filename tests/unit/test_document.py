@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from quantmint.document import Document, author, canonical, parse_json
+from quantmint.artifact import MAX_COMPONENTS, illegal_because
+from quantmint.document import MAX_VALUES, Document, Received, author, author_value, canonical, parse_json, receive
 from quantmint.errors import CODES, Exit, ReleaseError
 from quantmint.evidence import Threshold, Verdict, judge
 
@@ -22,6 +24,14 @@ class Outer(Document):
     name: str
     inner: dict[str, Inner] = Field(default_factory=dict)
     rows: tuple[Inner, ...] = ()
+
+
+class Free(Document):
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Spelled(Received):
+    media_type: str = Field(alias="mediaType")
 
 
 def code(text: str) -> ReleaseError:
@@ -53,6 +63,83 @@ def test_a_wrong_type_is_named() -> None:
 
 def test_broken_toml_is_named() -> None:
     assert code("name = ").code == "RECIPE_SYNTAX"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[params]\nx = nan", "INVALID_VALUE"),
+        ("[params]\nx = [inf]", "INVALID_VALUE"),
+        ("[params]\nx = 9007199254740992", "INVALID_VALUE"),
+        ("[params]\nx = 0x" + "f" * 5_000, "INVALID_VALUE"),
+        ("[params]\nx = 2026-01-01", "INVALID_VALUE"),
+        ("x = " + "1" * 5_000, "RECIPE_SYNTAX"),
+        ("[params]\nx = " + "[" * 5_000 + "]" * 5_000, "RECIPE_SYNTAX"),
+        ("[params]\nx = " + "[" * 100 + "]" * 100, "RECIPE_SYNTAX"),
+        ("[params]\n" + ".".join("x" * 3_000) + " = 1", "RECIPE_SYNTAX"),
+    ],
+    ids=range(9),
+)
+def test_what_has_no_canonical_form_is_refused_where_anything_is_allowed(text: str, expected: str) -> None:
+    with pytest.raises(ReleaseError) as caught:
+        author(Free, text, file="x.toml")
+    assert (caught.value.code, caught.value.file) == (expected, "x.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"params":{"x":NaN}}', "INVALID_VALUE"),
+        ('{"params":{"x":"\\ud800"}}', "INVALID_VALUE"),
+        ('{"params":{"x":1,"x":2}}', "DUPLICATE_KEY"),
+        ('{"params":' + '{"x":' * 50_000 + "1" + "}" * 50_001, "RECIPE_SYNTAX"),
+        ("{", "RECIPE_SYNTAX"),
+    ],
+    ids=range(5),
+)
+def test_authored_json_is_refused_by_name(text: str, expected: str) -> None:
+    with pytest.raises(ReleaseError) as caught:
+        author(Free, text, file="x.json", syntax="json")
+    assert (caught.value.code, caught.value.file) == (expected, "x.json")
+
+
+def test_the_largest_numbers_that_are_exact_are_kept() -> None:
+    params = {"x": 2**53 - 1, "y": -(2**53) + 1, "z": 1.7e308}
+    assert author_value(Free, {"params": params}, file="x").params == params
+
+
+def test_values_are_counted_before_anything_is_parsed() -> None:
+    assert parse_json(b"[1,2,3]", file="x.json", values=3) == [1, 2, 3]
+    for data in (b"[1,2,3,4]", b'{"a":[],"b":[]}', b"[,,, this is no JSON"):
+        with pytest.raises(ReleaseError, match="too many values"):
+            parse_json(data, file="x.json", values=3)
+    with pytest.raises(ReleaseError, match="too many values"):
+        receive(Spelled, b'{"mediaType":"a","b":[1,2]}', file="x.json", values=3)
+    with pytest.raises(ReleaseError, match="too many values"):
+        parse_json(b"[" + b"0," * MAX_VALUES + b"0]", file="x.json")
+
+
+def test_a_header_of_very_many_tensors_is_no_bomb() -> None:
+    row = b'"model.layers.%d.mlp.experts.0.up_proj.weight":{"dtype":"BF16","shape":[1,1],"data_offsets":[0,2]}'
+    data = b"{" + b",".join(row % number for number in range(150_000)) + b"}"
+    assert len(parse_json(data, file="x.safetensors")) == 150_000
+
+
+def test_a_number_that_overflows_is_refused() -> None:
+    with pytest.raises(ReleaseError, match="too large"):
+        parse_json(b'{"a":1e400}', file="x.json")
+
+
+def test_received_documents_have_one_spelling() -> None:
+    assert receive(Spelled, b'{"mediaType":"a","later":1}', file="x.json").media_type == "a"
+    with pytest.raises(ReleaseError) as caught:
+        receive(Spelled, b'{"media_type":"a"}', file="x.json")
+    assert caught.value.code == "MALFORMED_DOCUMENT"
+
+
+def test_a_path_has_so_many_components() -> None:
+    assert illegal_because("/".join("d" * MAX_COMPONENTS)) is None
+    assert "components" in (illegal_because("/".join("d" * (MAX_COMPONENTS + 1))) or "")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +178,9 @@ def test_the_judge_agrees_with_the_operators(op: str, value: int, wanted: int) -
     assert judge((threshold,), {"m": value})[0] is (Verdict.PASSED if holds else Verdict.FAILED)
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "0", True])
+@pytest.mark.parametrize(
+    "value", [None, float("nan"), float("inf"), "0", True, 10**309, -(10**309), 1 << 20_000], ids=range(8)
+)
 def test_what_was_not_measured_never_passes(value: object) -> None:
     measured = {} if value is None else {"m": value}
     verdict, reasons = judge((Threshold(measurement="m", op="<=", value=0),), measured)  # type: ignore[arg-type]

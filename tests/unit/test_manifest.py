@@ -20,6 +20,7 @@ from quantmint.manifest import (
     Found,
     Overlay,
     Predicate,
+    SkippedGate,
     compare,
     compare_model,
     contradictions,
@@ -192,6 +193,78 @@ def test_an_earned_grade_is_release(predicate):
     release = parse_release(release_statement(TREE, {}, whole), file="s")
     assert earned_grade(release.predicate) == "release"
     assert contradictions(release) == ()
+
+
+def contradicted(predicate: Predicate, tree: Tree = TREE, **fields) -> list[tuple[str | None, str]]:
+    """The contradictions of what somebody else has signed, as (file, message)."""
+    value = {**predicate.as_json(), **fields}
+    payload = statement_bytes(subjects_of(tree, {}), "https://quantmint.dev/release/v1", value)
+    findings = contradictions(parse_release(payload, file="s"))
+    assert {finding.code for finding in findings} <= {"CLAIM_CONTRADICTED"}
+    return [(finding.file, finding.message) for finding in findings]
+
+
+@pytest.fixture
+def earned(predicate) -> Predicate:
+    return changed(
+        predicate, grade="release", runner="container", gates=(gate(Verdict.PASSED, artifact("a.bin", "ccc")),)
+    )
+
+
+def test_a_release_that_skipped_a_gate_contradicts_itself(predicate, earned):
+    skipped = [{"gate": "api", "target": "cpu", "reason": "on request"}]
+    ((file, message),) = contradicted(earned, skipped_gates=skipped)
+    assert (file, "api was skipped" in message) == (RELEASE_FILE, True)
+    assert contradicted(earned, grade="development", skipped_gates=skipped) == []
+    with pytest.raises(ValidationError, match="api was skipped"):
+        changed(earned, skipped_gates=(SkippedGate(gate="api", target="cpu", reason="on request"),))
+
+
+def test_a_release_for_a_target_that_no_gate_asked_contradicts_itself(earned):
+    ((_, message),) = contradicted(earned, targets=["cpu", "h200"])
+    assert "target h200" in message
+    everywhere = [{**earned.as_json()["gates"][0], "target": "any"}]
+    ((_, message),) = contradicted(earned, gates=everywhere)
+    assert "target cpu" in message
+    assert contradicted(earned, targets=["cpu", "h200"], grade="development") == []
+
+
+def test_a_release_without_evidence_contradicts_itself(earned):
+    bare = [{**earned.as_json()["gates"][0], "files": []}]
+    ((_, message),) = contradicted(earned, gates=bare)
+    assert "load has no evidence file" in message
+    assert contradicted(earned, gates=bare, grade="development") == []
+
+
+@pytest.mark.parametrize("change", [{"measurements": {"mismatched": 1}}, {"measurements": {}}, {"thresholds": []}])
+@pytest.mark.parametrize("grade", ["release", "development"])
+def test_a_verdict_that_its_measurements_do_not_give_is_a_contradiction(earned, change, grade):
+    gates = [{**earned.as_json()["gates"][0], **change}]
+    ((file, message),) = contradicted(earned, gates=gates, grade=grade)
+    assert (file, "claimed to have passed" in message) == (RELEASE_FILE, True)
+    failed = [{**gates[0], "verdict": "FAILED"}]
+    assert contradicted(earned, gates=failed, grade="development") == []
+
+
+def test_evidence_of_another_size_than_signed_is_a_contradiction(earned):
+    value = earned.as_json()["gates"][0]
+    ((file, message),) = contradicted(earned, gates=[{**value, "files": [{**value["files"][0], "size": 4}]}])
+    assert (file, "3 bytes, not 4" in message) == ("a.bin", True)
+
+
+@pytest.mark.parametrize(("path", "field"), [("evidence/recipe.toml", "recipe"), ("evidence/plan.json", "plan")])
+def test_recipe_and_plan_are_those_that_the_package_holds(earned, path, field):
+    tree = Tree.of([*TREE.artifacts, artifact(path, "text")])
+    ((file, message),) = contradicted(earned, tree)
+    assert (file, field in message) == (path, True)
+    assert contradicted(earned, tree, **{field: "sha256:" + hexdigest("text")}) == []
+
+
+def test_what_is_sealed_promises_the_second_signature(predicate):
+    release = parse_release(release_statement(TREE, {}, predicate), file="s")
+    assert release.predicate.model_signature
+    with pytest.raises(ValidationError):
+        changed(predicate, model_signature=False)
 
 
 @pytest.mark.parametrize("claimed", [artifact("a.bin", "other"), artifact("absent.jsonl")])

@@ -86,6 +86,15 @@ def test_what_a_package_must_not_hold_is_refused_and_nothing_signed(package, pre
     assert not {MODEL_FILE, RELEASE_FILE} & set(names(package))
 
 
+@pytest.mark.parametrize("name", [MODEL_FILE, RELEASE_FILE])
+def test_a_folder_in_place_of_a_signature_is_refused(package, predicate, name):
+    (package / name).mkdir()
+    with pytest.raises(ReleaseError) as caught:
+        seal(package, predicate, generate())
+    assert (caught.value.code, caught.value.file) == ("SEAL_REFUSED", name)
+    assert not {MODEL_FILE, RELEASE_FILE} & set(names(package))
+
+
 def test_an_absent_package_is_said(tmp_path, predicate):
     with pytest.raises(ReleaseError) as caught:
         seal(tmp_path / "absent", predicate, generate())

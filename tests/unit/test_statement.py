@@ -12,6 +12,7 @@ from quantmint.document import canonical
 from quantmint.errors import ReleaseError
 from quantmint.statement import (
     MAX_BUNDLE_BYTES,
+    MAX_SUBJECTS,
     Annotations,
     DigestSet,
     Subject,
@@ -111,6 +112,35 @@ def test_what_is_no_bundle_is_malformed(data):
 def test_no_bytes_make_the_parser_fail_otherwise(data):
     with pytest.raises(ReleaseError):
         parse_bundle(data, file="b")
+
+
+def test_the_largest_statement_is_within_the_bounds():
+    subjects = [
+        Subject(
+            name=f"{number:05}-".ljust(120, "x"),
+            digest=DigestSet(sha256="0" * 64, blake3="0" * 64),
+            annotations=Annotations(size=2**40),
+        )
+        for number in range(MAX_SUBJECTS)
+    ]
+    files = [{"path": item.name, "size": 2**40, "digest": f"sha256:{item.digest.sha256}"} for item in subjects]
+    payload = statement_bytes(subjects, "https://example.org/p", {"gates": [{"files": files}]})
+    bundle = bundle_bytes(payload, b"signature", HINT)
+    assert len(bundle) < MAX_BUNDLE_BYTES
+    assert len(parse_statement(parse_bundle(bundle, file="b").payload, file="s").subjects) == MAX_SUBJECTS
+
+
+@pytest.mark.parametrize("parse", [parse_bundle, parse_statement])
+def test_documents_of_too_many_values_are_refused_unparsed(parse):
+    with pytest.raises(ReleaseError, match="too many values"):
+        parse(b'{"a":[' + b"[]," * 1_000_000 + b"0]}", file="b")
+
+
+def test_a_bundle_has_one_spelling():
+    data = mutated(lambda b: b.update(media_type=b.pop("mediaType")))
+    with pytest.raises(ReleaseError) as caught:
+        parse_bundle(data, file="b")
+    assert caught.value.code == "MALFORMED_DOCUMENT"
 
 
 @pytest.mark.parametrize("parse", [parse_bundle, parse_statement])

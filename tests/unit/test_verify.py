@@ -13,7 +13,8 @@ import pytest
 
 from quantmint.errors import ReleaseError
 from quantmint.evidence import Evidence, EvidenceFile, Threshold, Verdict
-from quantmint.manifest import RELEASE_FILE, Predicate
+from quantmint.manifest import PLAN_FILE, RECIPE_FILE, RELEASE_FILE, Predicate
+from quantmint.rerender import MAX_TEXT_BYTES, rerender
 from quantmint.seal import measure, seal
 from quantmint.signers import generate, write_public
 from quantmint.statement import pae
@@ -193,3 +194,43 @@ def test_verifying_imports_nothing_heavy(package, signer, tmp_path):
     )
     command = [sys.executable, "-c", program, str(package), str(tmp_path / "demo.pub")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (lambda place, _: place.write_bytes(b"\xff\xfe"), "MALFORMED_DOCUMENT"),
+        (lambda place, _: place.write_bytes(b""), "INVALID_VALUE"),
+        (lambda place, _: place.write_bytes(b"x = " + b"[" * 5_000 + b"]" * 5_000), "RECIPE_SYNTAX"),
+        (lambda place, _: place.write_bytes(b"#" * (MAX_TEXT_BYTES + 1)), "MALFORMED_DOCUMENT"),
+        (lambda place, _: place.unlink(), "MALFORMED_DOCUMENT"),
+        (lambda place, outside: (place.unlink(), place.symlink_to(outside)), "MALFORMED_DOCUMENT"),
+        (lambda place, _: (place.unlink(), os.mkfifo(place)), "MALFORMED_DOCUMENT"),
+    ],
+    ids=["not UTF-8", "empty", "deep", "large", "missing", "link", "pipe"],
+)
+@pytest.mark.timeout(20)
+def test_a_card_is_not_rendered_from_what_is_no_recipe(package, predicate, signer, root, tmp_path, spoil, code):
+    recipe = (root / "manifests" / "recipes" / "demo.toml").read_bytes()
+    (tmp_path / "outside").write_bytes(recipe)
+    place = package / RECIPE_FILE
+    place.parent.mkdir()
+    place.write_bytes(recipe)
+    with pytest.raises(ReleaseError) as caught:
+        rerender(package)
+    assert caught.value.file == PLAN_FILE
+    spoil(place, tmp_path / "outside")
+    with pytest.raises(ReleaseError) as caught:
+        rerender(package)
+    assert (caught.value.code, caught.value.file) == (code, RECIPE_FILE)
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"[" * 100_000, b"{}", b'{"plan":1,"plan":1}'])
+def test_a_card_is_not_rendered_from_what_is_no_plan(package, root, data):
+    (package / RECIPE_FILE).parent.mkdir()
+    (package / RECIPE_FILE).write_bytes((root / "manifests" / "recipes" / "demo.toml").read_bytes())
+    (package / PLAN_FILE).write_bytes(data)
+    with pytest.raises(ReleaseError) as caught:
+        rerender(package)
+    assert caught.value.code in ("MALFORMED_DOCUMENT", "DUPLICATE_KEY")
+    assert caught.value.file == PLAN_FILE
