@@ -221,8 +221,10 @@ def _truth(path: Path, stage: Stage, key: str, ended: Ended) -> JobReport:
     report = receive(JobReport, data, file=REPORT)
     try:
         canonical(report.as_json())
-    except ValueError as error:  # a number that no document can hold
-        raise ReleaseError("BROKEN_WORKER", f"stage {stage.name} reported what cannot be sealed: {error}") from None
+    except ValueError as unsealable:  # a number that no document can hold
+        raise ReleaseError(
+            "BROKEN_WORKER", f"stage {stage.name} reported what cannot be sealed: {unsealable}"
+        ) from None
     if report.key != key:
         raise ReleaseError("BROKEN_WORKER", f"stage {stage.name} reported another job", expected=key, actual=report.key)
     if report.status == "failed":
