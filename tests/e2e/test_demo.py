@@ -238,11 +238,9 @@ def test_a_gate_that_fails_publishes_nothing_and_leaves_the_last_package(
     before = (made.package / "release.sigstore.json").read_bytes()
     recipe = tmp_path / "demo.toml"
     text = (ROOT / "manifests" / "recipes" / "demo.toml").read_text("utf-8")
-    recipe.write_text(
-        text.replace(
-            '"context_length_served", op = "==", value = 16384', '"context_length_served", op = "==", value = 1'
-        )
-    )
+    line = 'measurement = "prompt_tokens_max", op = ">=", value = 7900'
+    assert line in text
+    recipe.write_text(text.replace(line, line.replace("7900", "99999")), "utf-8")
     done = made.run("release", str(recipe), "--json", "--out", str(made.package), code=1)
     assert json.loads(done.stdout)["error"]["code"] == "GATE_FAILED"
     assert (made.package / "release.sigstore.json").read_bytes() == before
