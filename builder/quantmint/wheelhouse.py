@@ -172,7 +172,7 @@ def _download(image: Image, batch: Sequence[Requirement], house: Path, machine: 
             wheel.rename(house / wheel.name)
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a Python that sees no packages but its own; it holds our locks for as long as it lives, also when we die."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return subprocess.run(  # noqa: S603  our own words
@@ -180,7 +180,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        env={**environment, "PYTHONNOUSERSITE": "1"},
+        env={**environment, "PYTHONNOUSERSITE": "1", **(more or {})},
         pass_fds=held_locks(),
     )
 
@@ -237,7 +237,7 @@ def environment(name: str, *, root: Path, state: Path, on_event: OnEvent) -> tup
     python, complete = folder / "bin" / "python", folder / "complete"
     if complete.is_file() and python.exists():
         return python, digest
-    interpreter = _interpreter()
+    base = interpreter(state, on_event)
     fetch(name, root=root, state=state, on_event=on_event)
     waiting = {"event": "note", "text": f"another process is making the environment of {name}"}
     with store.lock(f"environment-{folder.name}", waiting=lambda: on_event(waiting)), disk_errors():
@@ -245,7 +245,7 @@ def environment(name: str, *, root: Path, state: Path, on_event: OnEvent) -> tup
             return python, digest
         clear(folder)
         on_event({"event": "note", "text": f"making the environment of {name}"})
-        _python([interpreter, "-m", "venv", "--without-pip", str(folder)])
+        _python([base, "-m", "venv", "--without-pip", str(folder)])
         _pip(
             "install", "--quiet", "--isolated", "--no-index", "--no-deps", "--no-compile", "--require-hashes",
             "--no-warn-script-location", "--only-binary=:all:", "--find-links", str(state / "wheelhouse"),
@@ -289,18 +289,38 @@ def bring(library: str, package: str, target: Path) -> None:
         shutil.copyfile(found, target / library)
 
 
-def _interpreter() -> str:
-    if f"{sys.version_info[0]}.{sys.version_info[1]}" == PYTHON:
+def interpreter(state: Path, on_event: OnEvent, *, version: str = PYTHON) -> str:
+    """A Python of `version`: this one, one that the machine has, or one that uv fetches into `state`/pythons.
+
+    What uv fetches is python-build-standalone, checked against the hashes that uv itself carries.
+
+    Raises:
+        ReleaseError: INTERPRETER_MISSING.
+    """
+    if f"{sys.version_info[0]}.{sys.version_info[1]}" == version:
         return sys.executable
-    found = shutil.which(f"python{PYTHON}")
-    if found is None:
-        raise ReleaseError(
-            "INTERPRETER_MISSING",
-            f"the process runner needs Python {PYTHON}, as the images have it",
-            expected=f"python{PYTHON} on PATH",
-            actual=f"Python {sys.version_info[0]}.{sys.version_info[1]}",
-        )
-    return found
+    found = shutil.which(f"python{version}")
+    if found is not None:
+        return found
+    said = "uv is not there to fetch it"
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    if uv is not None:
+        place = {"UV_PYTHON_INSTALL_DIR": str(state / "pythons")}
+        looking = [uv, "python", "find", "--no-project", "--quiet", version]
+        done = _run(looking, place)
+        if done.returncode != 0:
+            on_event({"event": "note", "text": f"fetching Python {version} (python-build-standalone, by uv)"})
+            fetched = _run([uv, "python", "install", "--no-bin", version], place)
+            said = f"uv could not fetch it: {fetched.stderr.strip()[-300:]}"
+            done = _run(looking, place)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    raise ReleaseError(
+        "INTERPRETER_MISSING",
+        f"the process runner needs Python {version}, as the images have it; {said}",
+        expected=f"python{version} on PATH",
+        actual=f"Python {sys.version_info[0]}.{sys.version_info[1]}",
+    )
 
 
 def _python(command: list[str]) -> None:

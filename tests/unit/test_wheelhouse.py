@@ -23,7 +23,7 @@ import pytest
 
 from quantmint.errors import ReleaseError
 from quantmint.images import MACHINES, PYTHON, Requirement, parse_lock, render_lock
-from quantmint.wheelhouse import bring, environment, fetch, lock
+from quantmint.wheelhouse import bring, environment, fetch, interpreter, lock
 
 HERE = platform.machine()
 OTHER = next(machine for machine in MACHINES.values() if machine != HERE)
@@ -329,3 +329,19 @@ def test_a_shared_library_that_is_nowhere_is_told_with_its_package(tmp_path: Pat
     assert "apt-get install quantmint-nowhere" in caught.value.hint
     bring("libc.so.6", "libc6", tmp_path / "native")
     assert not (tmp_path / "native").exists()
+
+
+def test_a_python_that_is_nowhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real uv, without a network, asked for a Python that is neither here nor to be had."""
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    told: list[str] = []
+    with pytest.raises(ReleaseError) as caught:
+        interpreter(tmp_path, lambda event: told.append(str(event["text"])), version="3.99")
+    assert caught.value.code == "INTERPRETER_MISSING"
+    assert "uv could not fetch it" in caught.value.message
+    assert told == ["fetching Python 3.99 (python-build-standalone, by uv)"]
+
+
+def test_the_python_that_runs_here_is_taken_as_it_is(tmp_path: Path) -> None:
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert interpreter(tmp_path, lambda _event: None, version=here) == sys.executable
