@@ -13,7 +13,7 @@ _default:
 release NAME *ARGS:
     @quantmint release "$@"
 
-# Write the digests of a recipe's local sources, and resolve the image locks anew: just pin demo
+# Write the digests of a recipe's local sources into it: just pin demo
 [group: 'release']
 pin NAME *ARGS:
     @quantmint pin "$@"

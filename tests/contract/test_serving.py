@@ -5,6 +5,7 @@ The package is random, made here from plain bytes: two layers, NVFP4 experts, a 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -27,6 +28,9 @@ pytestmark = [pytest.mark.environments, pytest.mark.timeout(400)]
 
 HIDDEN, INNER, HEADS, HEAD, EXPERTS = 128, 64, 2, 64, 4
 DIGEST = "sha256:" + "0" * 64
+SHORT = tempfile.mkdtemp(prefix="quantmint-")
+"""Every engine's TMPDIR: it puts sockets there, and a socket's path has 107 characters at most."""
+atexit.register(shutil.rmtree, SHORT, ignore_errors=True)
 LAUNCH: dict[str, Any] = {
     "target": "cpu",
     "served_model_name": "random",
@@ -191,9 +195,7 @@ def python() -> str:
 
 def variables(home: Path, *paths: Path) -> dict[str, str]:
     searched = [*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # TMPDIR must be short: the engine puts sockets there, and a socket's path has 107 characters at most
-    short = tempfile.gettempdir()
-    return {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": short, "PYTHONPATH": ":".join(searched)}
+    return {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": SHORT, "PYTHONPATH": ":".join(searched)}
 
 
 def perform(tmp_path: Path, package: Path, paths: tuple[Path, ...], handler: str, **params: Any) -> dict[str, Any]:
