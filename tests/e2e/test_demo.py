@@ -187,14 +187,16 @@ def test_an_unchanged_run_executes_nothing(demo: tuple[Demo, Any]) -> None:
 
 def test_a_lasting_key_earns_the_grade_and_a_skipped_gate_loses_it(demo: tuple[Demo, Any], tmp_path: Path) -> None:
     made, _ = demo
-    made.run("keys", "generate", str(tmp_path / "release.key"), "--unencrypted")
-    signed = made.release("--key", str(tmp_path / "release.key"))
+    key, out = tmp_path / "release.key", tmp_path / "elsewhere" / "demo"
+    made.run("keys", "generate", str(key), "--unencrypted")
+    typed = ("release", "demo", "--json", "--out", str(out))
+    signed = json.loads(made.run(*typed, "--key", str(key)).stdout)
     assert signed["grade"] == "release"
-    skipped = made.release("--key", f"file:{tmp_path / 'release.key'}", "--skip", "api")
+    skipped = json.loads(made.run(*typed, "--key", f"file:{key}", "--skip", "api").stdout)
     assert skipped["grade"] == "development"
     assert {gate["gate"]: gate["verdict"] for gate in skipped["gates"]}["api"] == "NOT_RUN"
-    assert "**NOT_RUN**" in (made.package / "README.md").read_text("utf-8")
-    made.run("verify", str(made.package), "--key", str(tmp_path / "release.key.pub"))
+    assert "**NOT_RUN**" in (out / "README.md").read_text("utf-8")
+    made.run("verify", str(out), "--key", str(tmp_path / "release.key.pub"))
 
 
 def test_two_runs_at_once_do_not_collide(demo: tuple[Demo, Any]) -> None:
