@@ -229,7 +229,8 @@ def release(
         project.require_files(authored)
         _show_plan(prepared, as_json=as_json)
         return
-    first = project.prepare(authored, runner=kind, platform=_machine(), pins=_pins(project))
+    pins = _pins(project)
+    first = project.prepare(authored, runner=kind, platform=_machine(), pins=pins)
     choice = Choice.of(first.plan, only=only, skip=tuple(skip or ()), since=since)
     preflight(first.plan, project.store, choice, device_class="cpu")
     project.require_files(authored)
@@ -238,7 +239,9 @@ def release(
     target = (out or project.root / "dist" / authored.recipe.name).absolute()
     try:
         with _runner(kind, project, shown, needed) as (runner_here, platform):
-            prepared = project.prepare(authored, runner=kind, platform=platform, pins=_pins(project))
+            now = _pins(project)
+            same = (platform, now) == (_machine(), pins)
+            prepared = first if same else project.prepare(authored, runner=kind, platform=platform, pins=now)
             walk = Walk(
                 project.store,
                 runner_here,

@@ -61,18 +61,7 @@ class Walk:
         """
         if stage.handler not in HANDLERS or stage.image is None:
             raise ReleaseError("NOT_RUNNABLE_HERE", f"stage {stage.name}: handler {stage.handler} is not available")
-        trees = {ref.name: self._tree(ref.name, stage, done) for ref in stage.inputs}
-        digests = {
-            ref.name: trees[ref.name].digest if ref.kind == "tree" else trees[ref.name].artifacts[0].digest
-            for ref in stage.inputs
-        }
-        key = stage_key(
-            stage,
-            inputs=digests,
-            image=self.runner.identity(stage.image),
-            runner=self.runner.kind,
-            device_class=self.device_class,
-        )
+        key, trees, digests = self._resolved(stage, done)
         self.watcher.started(stage.name, key=key)
         with self.store.lock(key, waiting=lambda: self.watcher.waiting(stage.name)):
             record = None if fresh else self.store.record(key)
@@ -101,21 +90,26 @@ class Walk:
             draft.write_bytes(canonical(row))
             draft.replace(self.logs / f"{stage.name}.json")
 
-    def key_if_known(self, stage: Stage, done: Mapping[str, Finished]) -> str:
-        """The stage key when all inputs are known; used to tell what a dry run would do."""
+    def key(self, stage: Stage, done: Mapping[str, Finished]) -> str:
+        """The key of `stage`, whose inputs are pinned or outputs of `done`."""
+        return self._resolved(stage, done)[0]
+
+    def _resolved(self, stage: Stage, done: Mapping[str, Finished]) -> tuple[str, dict[str, Tree], dict[str, str]]:
+        """The stage key, and the tree and the digest of each input."""
         trees = {ref.name: self._tree(ref.name, stage, done) for ref in stage.inputs}
         digests = {
             ref.name: trees[ref.name].digest if ref.kind == "tree" else trees[ref.name].artifacts[0].digest
             for ref in stage.inputs
         }
         assert stage.image is not None
-        return stage_key(
+        key = stage_key(
             stage,
             inputs=digests,
             image=self.runner.identity(stage.image),
             runner=self.runner.kind,
             device_class=self.device_class,
         )
+        return key, trees, digests
 
     def _tree(self, name: str, stage: Stage, done: Mapping[str, Finished]) -> Tree:
         ref = next(entry for entry in stage.inputs if entry.name == name)

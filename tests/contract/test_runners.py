@@ -151,7 +151,7 @@ def test_runners_never_share_a_key(store: Store) -> None:
         kind = "container"
 
     other = Walk(store, Elsewhere(this_environment, store.folder("jobs")), Notes(), walker.pinned, "cpu", walker.logs)
-    assert walker.key_if_known(stage, {}) != other.key_if_known(stage, {})
+    assert walker.key(stage, {}) != other.key(stage, {})
 
 
 @pytest.mark.parametrize(
